@@ -1,0 +1,68 @@
+"""Set-up shared by all tests: the CPU platform, a compilation cache, development data, the model.
+
+Tests that need files which are not part of the repository ask for the fixtures below and are
+skipped by name where those files are absent.
+"""
+
+import importlib
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _user_cache_dir() -> Path:
+    """The folder that `kvjax.models.hub.user_cache_dir` names, without importing JAX first."""
+    if folder := os.environ.get("KVJAX_CACHE"):
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvjax"
+
+
+def _compilation_cache_dir() -> str:
+    """A writable folder in which compiled programs outlive the test run."""
+    folder = _user_cache_dir() / "jit-tests"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError:
+        return tempfile.mkdtemp(prefix="kvjax-jit-tests-")
+
+
+# JAX reads these when it is first imported, which is after this file.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compilation_cache_dir()
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of development texts, tasks, traces and tokenizers."""
+    folder = Path(os.environ.get("KVJAX_DATA") or REPOSITORY.parent / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip(f"development data absent: {folder} (set KVJAX_DATA)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The cached SmolLM2-135M-Instruct GGUF file. Never downloads: `make test` does."""
+    candidates: list[Path] = []
+    if path := os.environ.get("KVJAX_SMOLLM2"):
+        candidates.append(Path(path))
+    try:
+        hub = importlib.import_module("kvjax.models.hub")
+        cache = Path(hub.user_cache_dir())
+    except ImportError:
+        cache = _user_cache_dir()
+    candidates += sorted(cache.rglob("SmolLM2-135M-Instruct*.gguf"))
+    for path in candidates:
+        if path.is_file():
+            return path
+    pytest.skip("SmolLM2-135M-Instruct GGUF not cached (python -m kvjax.models.hub smollm2-135m)")
