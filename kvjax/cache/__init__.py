@@ -1,0 +1,47 @@
+"""The paged per-head KV cache and everything that decides what it keeps."""
+
+from kvjax.cache.budget import budget_blocks, cache_cap
+from kvjax.cache.compress import CompressReport, compress
+from kvjax.cache.evict import (
+    MAX_KVS_PER_STEP,
+    EvictionSchedule,
+    eviction_mask,
+    schedule_evictions,
+)
+from kvjax.cache.invariants import check_invariants
+from kvjax.cache.move import move_cache
+from kvjax.cache.paged import (
+    PagedCache,
+    allocate,
+    append,
+    begin_append,
+    blocks_for,
+    free_blocks,
+    init_cache,
+    release,
+    write_layer,
+    write_prompt,
+)
+
+__all__ = [
+    "MAX_KVS_PER_STEP",
+    "CompressReport",
+    "EvictionSchedule",
+    "PagedCache",
+    "allocate",
+    "append",
+    "begin_append",
+    "blocks_for",
+    "budget_blocks",
+    "cache_cap",
+    "check_invariants",
+    "compress",
+    "eviction_mask",
+    "free_blocks",
+    "init_cache",
+    "move_cache",
+    "release",
+    "schedule_evictions",
+    "write_layer",
+    "write_prompt",
+]

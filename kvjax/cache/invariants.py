@@ -1,0 +1,56 @@
+"""What must hold of every `PagedCache`, checked on the host: for tests and debugging."""
+
+import numpy as np
+
+from kvjax.cache.paged import UNWRITTEN, PagedCache
+
+
+def check_invariants(cache: PagedCache) -> None:
+    """Check that tables, lengths, free mask and metadata agree.
+
+    Free and owned blocks partition {0 … N−1}; no block has two owners; every head owns exactly
+    ⌈context_len / b⌉ blocks, at the front of its table row; free blocks carry no metadata; written
+    KVs of a head have distinct positions below the sequence's length; nothing is written past a
+    head's context length.
+
+    Raises:
+        AssertionError: names the violation and where it is.
+    """
+    table, context_len, seq_len, free, position, metric = (
+        np.asarray(x)
+        for x in (
+            cache.block_table,
+            cache.context_len,
+            cache.seq_len,
+            cache.free,
+            cache.position,
+            cache.metric,
+        )
+    )
+    n, b = cache.num_blocks, cache.block_size
+    assert (context_len >= 0).all(), "a context length is negative"
+    owned_per_head = -(-context_len // b)
+    column = np.arange(cache.max_blocks)
+    is_owned = column < owned_per_head[..., None]
+    assert (owned_per_head <= cache.max_blocks).all(), "a head holds more KVs than its table"
+    assert (table[~is_owned] == n).all(), "a table entry past a head's length names a block"
+    owned = table[is_owned]
+    assert ((owned >= 0) & (owned < n)).all(), "a head owns a block outside the pool"
+    assert len(np.unique(owned)) == len(owned), "a block has two owners"
+    assert not free[owned].any(), "an owned block is marked free"
+    assert int(free.sum()) + len(owned) == n, (
+        f"{int(free.sum())} free + {len(owned)} owned blocks are not {n}"
+    )
+    assert (position[free] == UNWRITTEN).all(), "a free block has token positions"
+    assert (metric[free] == 0).all(), "a free block has metrics"
+
+    longest = max(1, int(owned_per_head.max()))
+    rows = np.where(is_owned, table, 0)[..., :longest]
+    held = np.where(is_owned[..., :longest, None], position[rows], UNWRITTEN)
+    held = held.reshape(*context_len.shape, longest * b)
+    counted = np.arange(longest * b) < context_len[..., None]
+    assert (held[~counted] == UNWRITTEN).all(), "something is written past a context length"
+    assert (held < seq_len[:, None, None, None]).all(), "a KV is newer than its sequence"
+    ordered = np.sort(held, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != UNWRITTEN)
+    assert not twice.any(), "a head holds two KVs of one position"

@@ -1,0 +1,107 @@
+"""MoveCache: survivors move out of the blocks that a schedule empties, and these become free.
+
+Source: KV-Compress, section 4.2.2 and algorithm 1, as one cumulative sum, gather and scatter
+instead of a loop over KVs. Nothing is rotated: every KV keeps its key and its token position.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from kvjax.cache.evict import (
+    MAX_KVS_PER_STEP,
+    EvictionSchedule,
+    head_rows,
+    row_batches,
+    row_keys,
+    smallest,
+)
+from kvjax.cache.paged import PagedCache, blocks_for, drop_blocks
+
+
+def move_plan(
+    evicted: Bool[Array, "*rows T"], context_len: Int32[Array, "*rows"]
+) -> tuple[Int32[Array, "*rows U"], Int32[Array, "*rows U"], Bool[Array, "*rows U"]]:
+    """Logical source and target of each move, and which of them count (U = ⌊T/2⌋).
+
+    Targets are the evicted KVs below the new length, sources the survivors at or above it: as
+    many of the one as of the other, so at most half of the row moves.
+    """
+    index = jnp.arange(evicted.shape[-1], dtype=jnp.int32)
+    held = index < context_len[..., None]
+    new_len = (context_len - jnp.sum(evicted, axis=-1, dtype=jnp.int32))[..., None]
+    target = evicted & (index < new_len)
+    source = held & ~evicted & (index >= new_len)
+    half = max(1, evicted.shape[-1] // 2)
+
+    def positions_of(mask):
+        rank = jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, half)
+        flat = rank.reshape(-1, rank.shape[-1])
+        row = jnp.arange(flat.shape[0])[:, None]
+        found = jnp.zeros((flat.shape[0], half), jnp.int32)
+        found = found.at[row, flat].set(jnp.broadcast_to(index, flat.shape), mode="drop")
+        return found.reshape(*mask.shape[:-1], half)
+
+    moves = jnp.arange(half) < jnp.sum(target, axis=-1, dtype=jnp.int32)[..., None]
+    return positions_of(source), positions_of(target), moves
+
+
+def move_cache(
+    cache: PagedCache,
+    schedule: EvictionSchedule,
+    *,
+    max_kvs_per_step: int = MAX_KVS_PER_STEP,
+) -> PagedCache:
+    """Carry out a schedule: survivors move into the holes, the emptied tail blocks become free.
+
+    Keys, values, metrics and positions move together and in place. `schedule` must have been made
+    from this cache. `max_kvs_per_step` (static) bounds the temporaries, never the result.
+    """
+    b, n = cache.block_size, cache.num_blocks
+
+    def move_rows(pools, batch):
+        k, v, metric, position = pools
+        slot, layer, group = batch
+        rows = head_rows(cache, slot, layer)
+        table, context_len, _ = rows
+        keys = row_keys(metric, position, rows, schedule.protected, schedule.sinks)
+        in_range = (slot < cache.num_slots)[:, None]
+        count = jnp.where(in_range, schedule.count[group, layer], 0)
+        evicted = smallest(keys, count, schedule.threshold[group, layer])
+        source, target, moves = move_plan(evicted, context_len)
+
+        def slot_of(index):
+            block = jnp.take_along_axis(table, index // b, axis=-1)
+            return jnp.where(moves, block, n), index % b
+
+        from_, to = slot_of(source), slot_of(target)
+
+        def moved(pool):
+            return pool.at[to].set(pool.at[from_].get(mode="fill", fill_value=0), mode="drop")
+
+        return (moved(k), moved(v), moved(metric), moved(position)), None
+
+    # Gathered keys and values are d times the size of a metric: keep them far below the pool.
+    step = min(max_kvs_per_step, n * b // 32)
+    batches = row_batches(cache, schedule.slots, step)
+    pools, _ = jax.lax.scan(move_rows, (cache.k, cache.v, cache.metric, cache.position), batches)
+    cache = dataclasses.replace(cache, k=pools[0], v=pools[1], metric=pools[2], position=pools[3])
+    return _free_tails(cache, schedule)
+
+
+def _free_tails(cache: PagedCache, schedule: EvictionSchedule) -> PagedCache:
+    """Free the last `schedule.blocks` blocks of each head and shorten the heads."""
+    n, slots = cache.num_blocks, schedule.slots
+    table = cache.block_table.at[slots].get(mode="fill", fill_value=n)
+    context_len = cache.context_len.at[slots].get(mode="fill", fill_value=0)
+    new_len = context_len - schedule.count
+    column = jnp.arange(cache.max_blocks, dtype=jnp.int32)
+    emptied = column >= blocks_for(new_len, cache.block_size)[..., None]
+    cache = drop_blocks(cache, jnp.where(emptied, table, n))
+    return dataclasses.replace(
+        cache,
+        block_table=cache.block_table.at[slots].set(jnp.where(emptied, n, table), mode="drop"),
+        context_len=cache.context_len.at[slots].set(new_len, mode="drop"),
+    )

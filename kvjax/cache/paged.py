@@ -1,0 +1,378 @@
+"""The paged KV cache: one pool of blocks, one block table per (sequence slot, layer, KV head).
+
+Source: KV-Compress, section 4.2.1 (block layout, on-device allocation). All functions are pure
+(`cache -> cache`) and meant to be jitted with the cache donated. A failed allocation returns the
+cache unchanged together with ``ok = False``.
+
+Letters: S sequence slots, L layers, H KV heads, N blocks in the pool, b KVs in a block, d head
+dimension, M blocks a head can own at most.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+UNWRITTEN = -1
+"""Token position of a KV slot that nothing was written to."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """All state of the cache, on the device.
+
+    Logical KV i of head (s, l, h) lies in block ``block_table[s, l, h, i // b]`` at offset
+    ``i % b``. Entries of the block table without a block hold N: out of range on purpose, so that
+    a scatter through them is dropped.
+    """
+
+    k: Float[Array, "N b d"]
+    """Keys after RoPE at their original position."""
+    v: Float[Array, "N b d"]
+    metric: Float[Array, "N b"]
+    """Eviction metric of each KV, float32."""
+    position: Int32[Array, "N b"]
+    """Token position of each KV, −1 where unwritten."""
+    block_table: Int32[Array, "S L H M"]
+    context_len: Int32[Array, "S L H"]
+    """KVs that each head holds."""
+    seq_len: Int32[Array, " S"]
+    """Tokens that each sequence has seen: the position of its next token."""
+    free: Bool[Array, " N"]
+
+    @property
+    def num_slots(self) -> int:
+        return self.block_table.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.block_table.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.block_table.shape[2]
+
+    @property
+    def max_blocks(self) -> int:
+        """M, the most blocks that one head can own."""
+        return self.block_table.shape[3]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys, values and 8 bytes of metadata per KV."""
+        return self.block_size * (2 * self.head_dim * self.k.dtype.itemsize + 8)
+
+
+def init_cache(
+    *,
+    num_slots: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_blocks: int,
+    max_blocks_per_head: int,
+    block_size: int = 16,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> PagedCache:
+    """An empty cache of ``num_blocks`` blocks.
+
+    Raises:
+        ValueError: a size is not a positive integer.
+    """
+    sizes = {name: value for name, value in locals().items() if name != "dtype"}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1")
+    heads = (num_slots, num_layers, num_kv_heads)
+    pool = (num_blocks, block_size, head_dim)
+    return PagedCache(
+        k=jnp.zeros(pool, dtype),
+        v=jnp.zeros(pool, dtype),
+        metric=jnp.zeros(pool[:2], jnp.float32),
+        position=jnp.full(pool[:2], UNWRITTEN, jnp.int32),
+        block_table=jnp.full((*heads, max_blocks_per_head), num_blocks, jnp.int32),
+        context_len=jnp.zeros(heads, jnp.int32),
+        seq_len=jnp.zeros(num_slots, jnp.int32),
+        free=jnp.ones(num_blocks, bool),
+    )
+
+
+def blocks_for(context_len: Int[Array, "*dims"], block_size: int) -> Int[Array, "*dims"]:
+    """Blocks that hold so many KVs: ⌈context_len / b⌉."""
+    return (context_len + block_size - 1) // block_size
+
+
+def free_blocks(cache: PagedCache) -> Int32[Array, ""]:
+    """How many blocks of the pool nobody owns."""
+    return jnp.sum(cache.free, dtype=jnp.int32)
+
+
+def _nth_free(free: Bool[Array, " N"], rank: Int[Array, "*dims"]) -> Int32[Array, "*dims"]:
+    """Id of the free block with `rank` free blocks below it; N where there is none."""
+    below = jnp.cumsum(free, dtype=jnp.int32)
+    return jnp.searchsorted(below, rank.reshape(-1) + 1).reshape(rank.shape).astype(jnp.int32)
+
+
+def _claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
+    """Take blocks from the free mask; whatever a former owner left in their metadata goes."""
+    return dataclasses.replace(
+        cache,
+        free=cache.free.at[ids].set(False, mode="drop"),
+        metric=cache.metric.at[ids].set(0.0, mode="drop"),
+        position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
+    )
+
+
+def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
+    """Give blocks back to the free mask and clear their metadata; ids of N are passed over."""
+    return dataclasses.replace(
+        cache,
+        free=cache.free.at[ids].set(True, mode="drop"),
+        metric=cache.metric.at[ids].set(0.0, mode="drop"),
+        position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
+    )
+
+
+def _grow(
+    cache: PagedCache,
+    table: Int32[Array, "*heads M"],
+    old_len: Int32[Array, "*heads"],
+    new_len: Int32[Array, "*heads"],
+) -> tuple[PagedCache, Int32[Array, "*heads M"], Bool[Array, ""]]:
+    """Claim the blocks that take some heads from `old_len` to `new_len` KVs.
+
+    Returns the cache with the blocks claimed, the grown table, and whether that was possible;
+    if not, cache and table are as they were.
+    """
+    b, n = cache.block_size, cache.num_blocks
+    m = jnp.arange(table.shape[-1], dtype=jnp.int32)
+    have, want = blocks_for(old_len, b), blocks_for(new_len, b)
+    # Clipped so that absurd requests cannot overflow the sum below.
+    added = jnp.minimum(want, table.shape[-1] + 1) - have
+    ok = (jnp.sum(added) <= free_blocks(cache)) & jnp.all(want <= table.shape[-1])
+    first = (jnp.cumsum(added.reshape(-1)) - added.reshape(-1)).reshape(added.shape)
+    is_new = ok & (m >= have[..., None]) & (m < want[..., None])
+    ids = _nth_free(cache.free, first[..., None] + m - have[..., None])
+    ids = jnp.where(is_new, ids, n)
+    return _claim(cache, ids), jnp.where(is_new, ids, table), ok
+
+
+def allocate(
+    cache: PagedCache, context_len: Int32[Array, "S L H"]
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Grow every head to at least `context_len` KVs.
+
+    Blocks with the lowest free ids go to the heads in (slot, layer, head) order. The new KV slots
+    count as unwritten (position −1, metric 0) until something is written to them.
+
+    Returns:
+        The cache and ``ok``. ``ok`` is False, and the cache unchanged, when too few blocks are
+        free or a head would need more than M.
+    """
+    new_len = jnp.maximum(cache.context_len, context_len)
+    cache, table, ok = _grow(cache, cache.block_table, cache.context_len, new_len)
+    new_len = jnp.where(ok, new_len, cache.context_len)
+    return dataclasses.replace(cache, block_table=table, context_len=new_len), ok
+
+
+def write_prompt(
+    cache: PagedCache,
+    slot: Int32[Array, ""] | int,
+    k: Float[Array, "L T H d"],
+    v: Float[Array, "L T H d"],
+    metric: Float[Array, "L H T"],
+    length: Int32[Array, ""] | int,
+    *,
+    kept_index: Int32[Array, "L H P"] | None = None,
+    kept_len: Int32[Array, "L H"] | None = None,
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Write a prompt, or only its survivors, into an empty slot.
+
+    Args:
+        cache: the cache; `slot` must hold nothing.
+        slot: index of the sequence slot.
+        k: keys of tokens 0 … T−1, rotated at their positions. Tokens from `length` on are padding.
+        v: values of the same tokens.
+        metric: eviction metric of each KV.
+        length: tokens of the prompt (≤ T).
+        kept_index: ascending token indices of the KVs to write; by default all of them.
+        kept_len: how many entries of `kept_index` count, per head. Needs `kept_index`.
+
+    Returns:
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+    """
+    num_layers, num_tokens, num_heads, _ = k.shape
+    b, n = cache.block_size, cache.num_blocks
+    length = jnp.asarray(length, jnp.int32)
+    if kept_index is None:
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        kept_index = jnp.broadcast_to(tokens, (num_layers, num_heads, num_tokens))
+    if kept_len is None:
+        kept_len = jnp.full((num_layers, num_heads), length, jnp.int32)
+    pages = -(-kept_index.shape[-1] // b)
+    kept_index = jnp.pad(kept_index, ((0, 0), (0, 0), (0, pages * b - kept_index.shape[-1])))
+
+    cache, table, ok = _grow(
+        cache, cache.block_table[slot], jnp.zeros_like(kept_len), jnp.asarray(kept_len, jnp.int32)
+    )
+    is_page = jnp.arange(pages) < blocks_for(kept_len, b)[..., None]
+    # A head can be asked for more pages than its table is wide; then ok is already False.
+    ids = jnp.pad(table, ((0, 0), (0, 0), (0, max(0, pages - table.shape[-1]))), constant_values=n)
+    ids = jnp.where(ok & is_page, ids[..., :pages], n)
+    is_kept = jnp.arange(pages * b) < kept_len[..., None]
+
+    def write_layer(pools, layer):
+        k_pool, v_pool, metric_pool, position_pool = pools
+        k_l, v_l, metric_l, index, kept, page = layer
+
+        def to_pages(rows, fill):
+            # rows [H, P, ...] -> [H, pages, b, ...]; the tail of the last page holds `fill`.
+            mask = kept.reshape(kept.shape + (1,) * (rows.ndim - 2))
+            return jnp.where(mask, rows, fill).reshape(num_heads, pages, b, *rows.shape[2:])
+
+        heads = jnp.arange(num_heads)[:, None]
+        k_pool = k_pool.at[page].set(
+            to_pages(k_l[index, heads], 0).astype(k_pool.dtype), mode="drop"
+        )
+        v_pool = v_pool.at[page].set(
+            to_pages(v_l[index, heads], 0).astype(v_pool.dtype), mode="drop"
+        )
+        metric_pool = metric_pool.at[page].set(
+            to_pages(jnp.take_along_axis(metric_l, index, axis=1), 0), mode="drop"
+        )
+        position_pool = position_pool.at[page].set(to_pages(index, UNWRITTEN), mode="drop")
+        return (k_pool, v_pool, metric_pool, position_pool), None
+
+    pools, _ = jax.lax.scan(
+        write_layer,
+        (cache.k, cache.v, cache.metric, cache.position),
+        (k, v, metric.astype(jnp.float32), kept_index, is_kept, ids),
+    )
+    return dataclasses.replace(
+        cache,
+        k=pools[0],
+        v=pools[1],
+        metric=pools[2],
+        position=pools[3],
+        block_table=cache.block_table.at[slot].set(table),
+        context_len=cache.context_len.at[slot].set(
+            jnp.where(ok, kept_len, cache.context_len[slot])
+        ),
+        seq_len=cache.seq_len.at[slot].set(jnp.where(ok, length, cache.seq_len[slot])),
+    ), ok
+
+
+def begin_append(
+    cache: PagedCache, active: Bool[Array, " S"]
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Make room for one more KV in every (layer, head) of the active slots.
+
+    The new KV counts at once: its position is the sequence's length, its metric 0, and
+    `context_len` and `seq_len` grow by one. Its key and value are written layer by layer with
+    `write_layer`.
+
+    Returns:
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+    """
+    b, n, big_m = cache.block_size, cache.num_blocks, cache.max_blocks
+    length = cache.context_len
+    active = active[:, None, None]
+    needs_block = active & (length % b == 0)
+    rank = jnp.cumsum(needs_block.reshape(-1)).reshape(length.shape) - needs_block
+    ok = (jnp.sum(needs_block) <= free_blocks(cache)) & jnp.all(
+        ~needs_block | (length // b < big_m)
+    )
+    ids = jnp.where(ok & needs_block, _nth_free(cache.free, rank), n)
+    cache = _claim(cache, ids)
+    s, l, h = jnp.indices(length.shape, sparse=True)
+    column = jnp.where(ok & needs_block, length // b, big_m)
+    table = cache.block_table.at[s, l, h, column].set(ids, mode="drop")
+
+    grows = ok & active
+    block = jnp.take_along_axis(table, jnp.minimum(length // b, big_m - 1)[..., None], -1)[..., 0]
+    block = jnp.where(grows, block, n)
+    position = jnp.broadcast_to(cache.seq_len[:, None, None], length.shape)
+    return dataclasses.replace(
+        cache,
+        block_table=table,
+        context_len=length + grows,
+        seq_len=cache.seq_len + grows[:, 0, 0],
+        metric=cache.metric.at[block, length % b].set(0.0, mode="drop"),
+        position=cache.position.at[block, length % b].set(position, mode="drop"),
+    ), ok
+
+
+def write_layer(
+    k_pool: Float[Array, "N b d"],
+    v_pool: Float[Array, "N b d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    k: Float[Array, "S H d"],
+    v: Float[Array, "S H d"],
+    active: Bool[Array, " S"],
+) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
+    """Write the newest KV of one layer: the last one that `context_len` counts."""
+    num_blocks, b, _ = k_pool.shape
+    last = jnp.maximum(context_len - 1, 0)
+    block = jnp.take_along_axis(block_table, (last // b)[..., None], axis=-1)[..., 0]
+    block = jnp.where(active[:, None] & (context_len > 0), block, num_blocks)
+    k_pool = k_pool.at[block, last % b].set(k.astype(k_pool.dtype), mode="drop")
+    v_pool = v_pool.at[block, last % b].set(v.astype(v_pool.dtype), mode="drop")
+    return k_pool, v_pool
+
+
+def append(
+    cache: PagedCache,
+    k: Float[Array, "L S H d"],
+    v: Float[Array, "L S H d"],
+    active: Bool[Array, " S"],
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Append one KV per (layer, head) to every active slot.
+
+    Returns:
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+    """
+    cache, ok = begin_append(cache, active)
+    # All layers at once: (slot, layer) takes the part of the slot.
+    s, l, h = cache.context_len.shape
+
+    def merged(x):
+        return x.reshape(s * l, *x.shape[2:])
+
+    k_pool, v_pool = write_layer(
+        cache.k,
+        cache.v,
+        merged(cache.block_table),
+        merged(cache.context_len),
+        merged(jnp.swapaxes(k, 0, 1)),
+        merged(jnp.swapaxes(v, 0, 1)),
+        jnp.repeat(active & ok, l),
+    )
+    return dataclasses.replace(cache, k=k_pool, v=v_pool), ok
+
+
+def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:
+    """Free every block of the marked slots and empty them."""
+    chosen = slots[:, None, None]
+    ids = jnp.where(chosen[..., None], cache.block_table, cache.num_blocks)
+    cache = drop_blocks(cache, ids)
+    return dataclasses.replace(
+        cache,
+        block_table=jnp.where(chosen[..., None], cache.num_blocks, cache.block_table),
+        context_len=jnp.where(chosen, 0, cache.context_len),
+        seq_len=jnp.where(slots, 0, cache.seq_len),
+    )

@@ -1,0 +1,59 @@
+"""Attention that each key receives from the last queries of a prompt."""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.kernels.window_metrics import reference
+
+QUERY_BLOCK = 1024
+"""Queries whose attention rows exist at once: memory stays linear in the keys."""
+
+
+def window_metrics(
+    q: Float[Array, "w Hr d"],
+    k: Float[Array, "T H d"],
+    *,
+    query_position: Int32[Array, " w"],
+    key_position: Int32[Array, " T"] | Int32[Array, "T H"] | None = None,
+    power: int = 2,
+    excluded_distance: int = 0,
+    scale: float | None = None,
+    query_block: int = QUERY_BLOCK,
+) -> Float[Array, "Hr T"]:
+    """Σ over the queries of p^power, p the softmax of one query over all keys it may see.
+
+    Source: KV-Compress, equations 6–10 and 19 before pooling and the sum over the query group.
+
+    Args:
+        q: observed queries, rotated at their positions.
+        k: keys, rotated at theirs.
+        query_position: token position of each query; −1 for one that does not count.
+        key_position: token position of each key, per KV head or for all; −1 for an unwritten one;
+            0 … T−1 by default. A query sees the keys up to its own position.
+        power: 1 (sum) or 2 (sum of squares).
+        excluded_distance: a pair counts only if query − key ≥ this.
+        scale: factor of the logits, 1/√d by default.
+        query_block: queries handled at once (static).
+
+    Raises:
+        ValueError: `power` is neither 1 nor 2.
+    """
+    if power not in (1, 2):
+        raise ValueError(f"power: got {power}, wanted 1 or 2")
+    num_keys, num_heads, d = k.shape
+    if key_position is None:
+        key_position = jnp.arange(num_keys, dtype=jnp.int32)
+    if key_position.ndim == 1:
+        key_position = jnp.broadcast_to(key_position[:, None], (num_keys, num_heads))
+    return reference.window_metrics(
+        q,
+        k,
+        query_position=query_position,
+        key_position=key_position,
+        power=power,
+        excluded_distance=excluded_distance,
+        scale=1 / math.sqrt(d) if scale is None else scale,
+        query_block=query_block,
+    )
