@@ -1,7 +1,8 @@
 """The paged per-head KV cache and everything that decides what it keeps."""
 
 from kvjax.cache.budget import budget_blocks, cache_cap
-from kvjax.cache.compress import CompressReport, compress
+from kvjax.cache.compress import CompressReport, compress, write_survivors
+from kvjax.cache.config import CompressionConfig
 from kvjax.cache.evict import (
     MAX_KVS_PER_STEP,
     EvictionSchedule,
@@ -26,6 +27,7 @@ from kvjax.cache.paged import (
 __all__ = [
     "MAX_KVS_PER_STEP",
     "CompressReport",
+    "CompressionConfig",
     "EvictionSchedule",
     "PagedCache",
     "allocate",
@@ -44,4 +46,5 @@ __all__ = [
     "schedule_evictions",
     "write_layer",
     "write_prompt",
+    "write_survivors",
 ]

@@ -1,4 +1,4 @@
-"""Compression of running sequences: schedule, move, free, as one function.
+"""Compression: of running sequences (schedule, move, free), and of a prompt on its way in.
 
 Source: KV-Compress, section 4.2.
 """
@@ -7,11 +7,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.evict import MAX_KVS_PER_STEP, schedule_evictions
+from kvjax.cache.evict import (
+    MAX_KVS_PER_STEP,
+    block_prices,
+    eviction_keys,
+    schedule_evictions,
+    select_blocks,
+    smallest,
+)
 from kvjax.cache.move import move_cache
-from kvjax.cache.paged import PagedCache, blocks_for
+from kvjax.cache.paged import PagedCache, blocks_for, write_prompt
 
 
 @jax.tree_util.register_dataclass
@@ -60,3 +67,67 @@ def compress(
     )
     cache = move_cache(cache, schedule, max_kvs_per_step=max_kvs_per_step)
     return cache, CompressReport(jnp.sum(schedule.blocks, axis=(1, 2)), schedule.shortfall)
+
+
+def write_survivors(
+    cache: PagedCache,
+    slot: Int32[Array, ""] | int,
+    k: Float[Array, "L T H d"],
+    v: Float[Array, "L T H d"],
+    metric: Float[Array, "L H T"],
+    length: Int32[Array, ""] | int,
+    keep_blocks: Int32[Array, ""] | int,
+    *,
+    protected: Int32[Array, ""] | int = 0,
+    sinks: Int32[Array, ""] | int = 0,
+) -> tuple[PagedCache, CompressReport, Bool[Array, ""]]:
+    """Compress a prompt that stands in a contiguous scratch and write only what survives.
+
+    Leaves an empty slot with the same KVs as `write_prompt` followed by `compress`, but needs only
+    the blocks of the survivors.
+
+    Args:
+        cache: the cache (donate it); `slot` must be empty.
+        slot: index of the sequence slot.
+        k: keys of tokens 0 … T−1; those from `length` on are padding.
+        v: values of the same tokens.
+        metric: eviction metric of each KV.
+        length: tokens of the prompt (≤ T).
+        keep_blocks: the budget in blocks.
+        protected: newest token positions that are never evicted.
+        sinks: oldest token positions that are never evicted.
+
+    Returns:
+        The cache, what was evicted (G = 1), and ``ok``: False, and the cache unchanged, when the
+        blocks do not suffice.
+    """
+    b = cache.block_size
+    num_layers, num_tokens, num_heads, _ = k.shape
+    length = jnp.asarray(length, jnp.int32)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    heads = (num_layers, num_heads)
+    context_len = jnp.broadcast_to(length, heads)
+    keys = eviction_keys(
+        metric,
+        jnp.broadcast_to(token, metric.shape),
+        context_len,
+        context_len,
+        protected,
+        sinks,
+    )
+    keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
+    owned = jnp.sum(blocks_for(context_len, b))
+    blocks, count, threshold, shortfall = select_blocks(
+        block_prices(keys, context_len, b), context_len, jnp.maximum(0, owned - keep_blocks), b
+    )
+    kept = ~smallest(keys, count, threshold)[..., :num_tokens] & (token < length)
+    rank = jnp.where(kept, jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, num_tokens)
+    layer, head = jnp.arange(num_layers)[:, None, None], jnp.arange(num_heads)[:, None]
+    kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)
+    kept_index = kept_index.at[layer, head, rank].set(
+        jnp.broadcast_to(token, rank.shape), mode="drop"
+    )
+    cache, ok = write_prompt(
+        cache, slot, k, v, metric, length, kept_index=kept_index, kept_len=length - count
+    )
+    return cache, CompressReport(jnp.sum(blocks)[None], shortfall[None]), ok

@@ -200,67 +200,55 @@ def write_prompt(
     kept_index: Int32[Array, "L H P"] | None = None,
     kept_len: Int32[Array, "L H"] | None = None,
 ) -> tuple[PagedCache, Bool[Array, ""]]:
-    """Write a prompt, or only its survivors, into an empty slot.
+    """Append consecutive prompt tokens, or only their survivors, to what a slot holds.
 
     Args:
-        cache: the cache; `slot` must hold nothing.
-        slot: index of the sequence slot.
-        k: keys of tokens 0 … T−1, rotated at their positions. Tokens from `length` on are padding.
+        cache: the cache.
+        slot: index of the sequence slot. The tokens take the positions from its `seq_len` on.
+        k: keys of T tokens, rotated at their positions. Tokens from `length` on are padding.
         v: values of the same tokens.
         metric: eviction metric of each KV.
-        length: tokens of the prompt (≤ T).
-        kept_index: ascending token indices of the KVs to write; by default all of them.
+        length: how many of the tokens count (≤ T).
+        kept_index: ascending indices of the tokens whose KVs are written; by default all of them.
         kept_len: how many entries of `kept_index` count, per head. Needs `kept_index`.
 
     Returns:
         The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
     """
     num_layers, num_tokens, num_heads, _ = k.shape
-    b, n = cache.block_size, cache.num_blocks
+    b, n, big_m = cache.block_size, cache.num_blocks, cache.max_blocks
     length = jnp.asarray(length, jnp.int32)
     if kept_index is None:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         kept_index = jnp.broadcast_to(tokens, (num_layers, num_heads, num_tokens))
     if kept_len is None:
         kept_len = jnp.full((num_layers, num_heads), length, jnp.int32)
-    pages = -(-kept_index.shape[-1] // b)
-    kept_index = jnp.pad(kept_index, ((0, 0), (0, 0), (0, pages * b - kept_index.shape[-1])))
+    old_len, start = cache.context_len[slot], cache.seq_len[slot]
+    new_len = old_len + kept_len
+    cache, table, ok = _grow(cache, cache.block_table[slot], old_len, new_len)
 
-    cache, table, ok = _grow(
-        cache, cache.block_table[slot], jnp.zeros_like(kept_len), jnp.asarray(kept_len, jnp.int32)
-    )
-    is_page = jnp.arange(pages) < blocks_for(kept_len, b)[..., None]
-    # A head can be asked for more pages than its table is wide; then ok is already False.
-    ids = jnp.pad(table, ((0, 0), (0, 0), (0, max(0, pages - table.shape[-1]))), constant_values=n)
-    ids = jnp.where(ok & is_page, ids[..., :pages], n)
-    is_kept = jnp.arange(pages * b) < kept_len[..., None]
-
-    def write_layer(pools, layer):
-        k_pool, v_pool, metric_pool, position_pool = pools
-        k_l, v_l, metric_l, index, kept, page = layer
-
-        def to_pages(rows, fill):
-            # rows [H, P, ...] -> [H, pages, b, ...]; the tail of the last page holds `fill`.
-            mask = kept.reshape(kept.shape + (1,) * (rows.ndim - 2))
-            return jnp.where(mask, rows, fill).reshape(num_heads, pages, b, *rows.shape[2:])
-
-        heads = jnp.arange(num_heads)[:, None]
-        k_pool = k_pool.at[page].set(
-            to_pages(k_l[index, heads], 0).astype(k_pool.dtype), mode="drop"
+    def write_tokens(pools, layer):
+        k_l, v_l, metric_l, index, first, count, table_l = layer
+        rank = jnp.arange(index.shape[-1], dtype=jnp.int32)
+        logical = first[:, None] + rank
+        block = jnp.take_along_axis(table_l, jnp.minimum(logical // b, big_m - 1), axis=-1)
+        block = jnp.where(ok & (rank < count[:, None]), block, n)
+        head = jnp.arange(num_heads)[:, None]
+        rows = (
+            k_l[index, head],
+            v_l[index, head],
+            jnp.take_along_axis(metric_l, index, axis=1),
+            start + index,
         )
-        v_pool = v_pool.at[page].set(
-            to_pages(v_l[index, heads], 0).astype(v_pool.dtype), mode="drop"
-        )
-        metric_pool = metric_pool.at[page].set(
-            to_pages(jnp.take_along_axis(metric_l, index, axis=1), 0), mode="drop"
-        )
-        position_pool = position_pool.at[page].set(to_pages(index, UNWRITTEN), mode="drop")
-        return (k_pool, v_pool, metric_pool, position_pool), None
+        return tuple(
+            pool.at[block, logical % b].set(row.astype(pool.dtype), mode="drop")
+            for pool, row in zip(pools, rows, strict=True)
+        ), None
 
     pools, _ = jax.lax.scan(
-        write_layer,
+        write_tokens,
         (cache.k, cache.v, cache.metric, cache.position),
-        (k, v, metric.astype(jnp.float32), kept_index, is_kept, ids),
+        (k, v, metric, kept_index, old_len, kept_len, table),
     )
     return dataclasses.replace(
         cache,
@@ -269,10 +257,8 @@ def write_prompt(
         metric=pools[2],
         position=pools[3],
         block_table=cache.block_table.at[slot].set(table),
-        context_len=cache.context_len.at[slot].set(
-            jnp.where(ok, kept_len, cache.context_len[slot])
-        ),
-        seq_len=cache.seq_len.at[slot].set(jnp.where(ok, length, cache.seq_len[slot])),
+        context_len=cache.context_len.at[slot].set(jnp.where(ok, new_len, old_len)),
+        seq_len=cache.seq_len.at[slot].add(jnp.where(ok, length, 0)),
     ), ok
 
 
