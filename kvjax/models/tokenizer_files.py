@@ -1,0 +1,346 @@
+"""Tokenizers as they lie in checkpoints: Hugging Face folders, tokenizer.model, GGUF.
+
+`read_tokenizer` finds out which of them a path is and returns the parts of a Tokenizer.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kvjax.errors import UserError
+from kvjax.models import vocabulary
+from kvjax.models.sentencepiece_file import parse_sentencepiece
+
+# Tokens that end a turn or a text in published chat models. They count as end tokens where a
+# checkpoint has no generation_config.json to say which do.
+_END_TOKENS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+)
+_LLAMA3_RANKS = 128_000
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """What a Tokenizer is made of.
+
+    adds_bos: whether plain text starts with the beginning token by the checkpoint's own rule.
+    special_tokens: variables for the chat template, such as `bos_token`, with their text.
+    """
+
+    backend: tokenizers.Tokenizer
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: frozenset[int]
+    adds_bos: bool
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_tokenizer(path: str | os.PathLike[str]) -> TokenizerParts:
+    """Reads the tokenizer at `path`: a folder, a tokenizer.json, a tokenizer.model or a GGUF.
+
+    Raises UserError, one line with the file's name, where there is none or it is malformed.
+    """
+    source = Path(path)
+    if source.is_dir():
+        source = _tokenizer_file(source)
+    try:
+        with open(source, "rb") as stream:
+            start = stream.read(4)
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer {source}: {error.strerror or error}") from error
+    try:
+        if start == b"GGUF":
+            return _read_gguf(source)
+        if start.lstrip()[:1] == b"{":
+            return _read_tokenizer_json(source)
+        return _read_tokenizer_model(source)
+    except UserError as error:
+        if str(source) in str(error):
+            raise
+        raise UserError(f"tokenizer {source}: {error}") from error
+
+
+def _tokenizer_file(folder: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    files = sorted(folder.glob("*.gguf"))
+    if not files:
+        raise UserError(f"no tokenizer in {folder}: neither tokenizer.json nor tokenizer.model")
+    return files[0]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is no file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return value
+
+
+def _with_configs(
+    backend: tokenizers.Tokenizer,
+    folder: Path,
+    *,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    adds_bos: bool = False,
+) -> TokenizerParts:
+    """Completes a backend with what the configuration files beside it say.
+
+    bos_id, eos_id and adds_bos are the tokenizer file's own word, which the files overrule.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    model = _read_json(folder / "config.json")
+    special_tokens = {
+        key: token
+        for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (token := _token_text(config.get(key))) is not None
+    }
+
+    def index(key: str) -> int | None:
+        return backend.token_to_id(special_tokens[key]) if key in special_tokens else None
+
+    if (bos := index("bos_token")) is None:
+        bos = bos_id
+    eos_ids = {index("eos_token"), eos_id}
+    for value in (generation.get("eos_token_id"), model.get("eos_token_id")):
+        eos_ids.update(value if isinstance(value, list) else [value])
+    if not generation:
+        eos_ids |= _end_ids(backend)
+    if isinstance(config.get("add_bos_token"), bool):
+        adds_bos = config["add_bos_token"]
+    for key, token_id in (("bos_token", bos), ("eos_token", eos_id)):
+        if token_id is not None and (token := backend.id_to_token(token_id)) is not None:
+            special_tokens.setdefault(key, token)
+    return TokenizerParts(
+        backend=backend,
+        vocab_size=_vocab_size(backend),
+        bos_id=bos,
+        eos_ids=frozenset(index for index in eos_ids if isinstance(index, int)),
+        adds_bos=adds_bos and bos is not None,
+        chat_template=_chat_template(folder, config),
+        special_tokens=special_tokens,
+    )
+
+
+def _token_text(value: Any) -> str | None:
+    """A token in tokenizer_config.json is its text or an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {file}: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name; "default" is the one for plain chat
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_ids(backend: tokenizers.Tokenizer) -> dict[str, int]:
+    return {
+        token.content: index
+        for index, token in backend.get_added_tokens_decoder().items()
+        if token.special
+    }
+
+
+def _end_ids(backend: tokenizers.Tokenizer) -> set[int]:
+    special = _special_ids(backend)
+    return {special[token] for token in _END_TOKENS if token in special}
+
+
+def _vocab_size(backend: tokenizers.Tokenizer) -> int:
+    added = backend.get_added_tokens_decoder()
+    return max([backend.get_vocab_size(), *(index + 1 for index in added)])
+
+
+def _read_tokenizer_json(path: Path) -> TokenizerParts:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for malformed files
+        raise UserError(f"malformed: {' '.join(str(error).split())}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    # What the file itself puts before an empty text is the beginning token, if it has one.
+    start = [
+        index
+        for index in backend.encode("", add_special_tokens=True).ids[:1]
+        if index in _special_ids(backend).values()
+    ]
+    bos_id = start[0] if start else None
+    return _with_configs(backend, path.parent, bos_id=bos_id, adds_bos=bool(start))
+
+
+def _read_tokenizer_model(path: Path) -> TokenizerParts:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if _looks_like_tiktoken(data):
+        return _read_tiktoken(data, path.parent)
+    model = parse_sentencepiece(data)
+    # Llama's first converter put a space after every special token too; `legacy` false in the
+    # configuration says that the checkpoint was made without that.
+    legacy = _read_json(path.parent / "tokenizer_config.json").get("legacy") is not False
+    prepend = ("always" if legacy else "first") if model.add_dummy_prefix else "never"
+    backend = vocabulary.sentencepiece_backend(
+        model.pieces, model.types, prepend=prepend, unknown_id=model.unknown_id
+    )
+    return _with_configs(
+        backend, path.parent, bos_id=model.bos_id, eos_id=model.eos_id, adds_bos=True
+    )
+
+
+def _looks_like_tiktoken(data: bytes) -> bool:
+    fields = data[:4096].split(b"\n", 1)[0].split()
+    return len(fields) == 2 and fields[1].isdigit() and fields[0].isascii()
+
+
+def _read_tiktoken(data: bytes, folder: Path) -> TokenizerParts:
+    ranked = vocabulary.tiktoken_ranks(data)
+    added = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    if isinstance(added, dict) and added:
+        try:
+            by_id = {int(index): _token_text(token) or "" for index, token in added.items()}
+        except ValueError as error:
+            raise UserError(f"added_tokens_decoder beside it: {error}") from error
+        special = [by_id.get(len(ranked) + index, "") for index in range(len(by_id))]
+        if "" in special:
+            raise UserError(f"added_tokens_decoder beside it does not follow {len(ranked)} ranks")
+    elif len(ranked) == _LLAMA3_RANKS:
+        special = vocabulary.llama3_special_tokens()
+    else:
+        raise UserError(
+            f"{len(ranked)} tiktoken ranks without a tokenizer_config.json that lists the special"
+            f" tokens (only Llama 3's, after {_LLAMA3_RANKS} ranks, are known)"
+        )
+    backend = vocabulary.tiktoken_backend(ranked, special)
+    return _with_configs(
+        backend, folder, bos_id=backend.token_to_id("<|begin_of_text|>"), adds_bos=True
+    )
+
+
+def _read_gguf(path: Path) -> TokenizerParts:
+    from kvjax.models.weights.gguf_header import read_gguf_header
+
+    metadata = read_gguf_header(path).metadata
+    prefix = "tokenizer.ggml."
+    model = metadata.get(prefix + "model")
+    tokens = metadata.get(prefix + "tokens")
+    if model is None or tokens is None:
+        raise UserError("the file has no embedded vocabulary")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise UserError("tokenizer.ggml.tokens is no list of strings")
+    types = _numbers(metadata, prefix + "token_type", len(tokens))
+    types = [vocabulary.NORMAL] * len(tokens) if types is None else [int(kind) for kind in types]
+    ids = {
+        name: _index(metadata, f"{prefix}{name}_token_id", len(tokens))
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
+    if model == "gpt2":
+        name = metadata.get(prefix + "pre", "default")
+        if name not in vocabulary.PRE_TOKENIZERS:
+            raise UserError(
+                f"pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; supported:"
+                f" {', '.join(vocabulary.PRE_TOKENIZERS)}"
+            )
+        pre_tokenizer = vocabulary.PRE_TOKENIZERS[name]
+        backend = vocabulary.byte_level_backend(tokens, _merges(metadata), pre_tokenizer)
+        vocabulary.add_marked_tokens(backend, tokens, types)
+        adds_bos = pre_tokenizer.adds_bos
+    elif model == "llama":
+        scores = _numbers(metadata, prefix + "scores", len(tokens))
+        if scores is None:
+            raise UserError("tokenizer.ggml.scores is missing")
+        spaced = bool(metadata.get(prefix + "add_space_prefix", True))
+        backend = vocabulary.sentencepiece_backend(
+            [(token, float(score)) for token, score in zip(tokens, scores, strict=True)],
+            types,
+            prepend="always" if spaced else "never",
+            unknown_id=ids["unknown"],
+        )
+        adds_bos = True
+        ids = {"bos": 1, "eos": 2} | {key: index for key, index in ids.items() if index is not None}
+    else:
+        raise UserError(
+            f"vocabulary {model!r} (tokenizer.ggml.model) is not supported; supported: gpt2, llama"
+        )
+    template = metadata.get("tokenizer.chat_template")
+    keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    ends = {ids.get(name) for name in ("eos", "eot", "eom")} | _end_ids(backend)
+    return TokenizerParts(
+        backend=backend,
+        vocab_size=len(tokens),
+        bos_id=ids.get("bos"),
+        eos_ids=frozenset(index for index in ends if index is not None),
+        adds_bos=bool(metadata.get(prefix + "add_bos_token", adds_bos))
+        and ids.get("bos") is not None,
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens={
+            key: tokens[index] for name, key in keys.items() if (index := ids.get(name)) is not None
+        },
+    )
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> Any:
+    """An array of `count` numbers in a GGUF's metadata; None where there is none."""
+    values = metadata.get(key)
+    if values is not None and (isinstance(values, str | int | float) or len(values) != count):
+        raise UserError(f"{key} is no array of {count} numbers, one for each token")
+    return values
+
+
+def _index(metadata: Mapping[str, Any], key: str, count: int) -> int | None:
+    """A token id in a GGUF's metadata; None where there is none."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        raise UserError(f"{key} {value!r} is not among the {count} tokens")
+    return value
+
+
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(lines, list):
+        raise UserError("tokenizer.ggml.merges is missing")
+    merges = []
+    for rank, line in enumerate(lines):
+        left, space, right = line.partition(" ") if isinstance(line, str) else ("", "", "")
+        if not (left and space and right):
+            raise UserError(f"tokenizer.ggml.merges[{rank}] is not two tokens: {line!r}")
+        merges.append((left, right))
+    return merges
