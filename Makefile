@@ -1,0 +1,69 @@
+# Every target does its own set-up: `make decode` and `make test` work in a fresh clone.
+#
+#   make decode                        a real model answers about a real document, cache compressed
+#   make decode ARGS="--rate 16"       with options of scripts/decode.py
+#   make test                          the test suite (without tests marked slow)
+#   make check                         lint, types and tests
+#   make PYTHON=/path/to/python test   with a Python of your choice (>= 3.12)
+
+ARGS ?=
+PYTEST_ARGS ?=
+JOBS ?= 2
+VENV := .venv
+LATEST := .venv-latest
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup decode model test test-slow test-latest lint types format check clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+	@echo "other targets: setup model test-slow test-latest lint types format clean"
+
+setup: $(VENV)/.installed
+
+# The stamp is written last, so an interrupted installation is not taken for a finished one.
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/venv.sh
+	@rm -f $@
+	@PYTHON='$(PYTHON)' scripts/venv.sh $(VENV) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+decode: setup
+	@$(BIN)/python scripts/decode.py $(ARGS)
+
+# The small model that the tests use. Tests that need it are skipped where it cannot be had.
+model: setup
+	@$(BIN)/python -m kvjax.models.hub smollm2-135m || \
+		echo "note: without the small model, tests that need it are skipped" >&2
+
+test: setup model
+	@$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+# pytest exits with 5 where no test is marked slow: nothing to do then.
+test-slow: setup model
+	@$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS) || \
+		{ status=$$?; [ $$status -eq 5 ] && echo "no test is marked slow" || exit $$status; }
+
+# The suite with the newest releases that pyproject.toml allows, instead of the pinned ones.
+test-latest: model
+	@PYTHON='$(PYTHON)' scripts/venv.sh $(LATEST) --upgrade --upgrade-strategy eager -e '.[dev]'
+	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
+	@$(LATEST)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) $(LATEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
