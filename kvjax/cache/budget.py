@@ -15,14 +15,14 @@ FLOOR_TOKENS = 128
 def cache_cap(length: int, rate: float, block_size: int = 16, floor: int = FLOOR_TOKENS) -> int:
     """Cache tokens that a sequence of `length` tokens may keep at a compression rate.
 
-    max(floor, ⌊(⌊length / rate⌋ − 1) / b⌋ · b): one token's worth is a KV in every layer and head.
+    max(floor, b, ⌊(⌊length / rate⌋ − 1) / b⌋ · b): one token's worth is a KV in every layer and head.
 
     Raises:
         UserError: the rate is not a finite number ≥ 1.
     """
     if not (math.isfinite(rate) and rate >= 1):
         raise UserError(f"rate {rate}: give a number of at least 1 (1 keeps everything)")
-    return max(floor, (int(length / rate) - 1) // block_size * block_size)
+    return max(floor, block_size, (int(length / rate) - 1) // block_size * block_size)
 
 
 def budget_blocks(cap: int, num_layers: int, num_kv_heads: int, block_size: int) -> int:

@@ -284,9 +284,9 @@ def begin_append(
     )
     ids = jnp.where(ok & needs_block, _nth_free(cache.free, rank), n)
     cache = _claim(cache, ids)
-    s, l, h = jnp.indices(length.shape, sparse=True)
+    slot, layer, head = jnp.indices(length.shape, sparse=True)
     column = jnp.where(ok & needs_block, length // b, big_m)
-    table = cache.block_table.at[s, l, h, column].set(ids, mode="drop")
+    table = cache.block_table.at[slot, layer, head, column].set(ids, mode="drop")
 
     grows = ok & active
     block = jnp.take_along_axis(table, jnp.minimum(length // b, big_m - 1)[..., None], -1)[..., 0]
@@ -334,10 +334,10 @@ def append(
     """
     cache, ok = begin_append(cache, active)
     # All layers at once: (slot, layer) takes the part of the slot.
-    s, l, h = cache.context_len.shape
+    num_slots, num_layers = cache.context_len.shape[:2]
 
     def merged(x):
-        return x.reshape(s * l, *x.shape[2:])
+        return x.reshape(num_slots * num_layers, *x.shape[2:])
 
     k_pool, v_pool = write_layer(
         cache.k,
@@ -346,7 +346,7 @@ def append(
         merged(cache.context_len),
         merged(jnp.swapaxes(k, 0, 1)),
         merged(jnp.swapaxes(v, 0, 1)),
-        jnp.repeat(active & ok, l),
+        jnp.repeat(active & ok, num_layers),
     )
     return dataclasses.replace(cache, k=k_pool, v=v_pool), ok
 

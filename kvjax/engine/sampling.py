@@ -1,0 +1,115 @@
+"""Sampling on the device, with its own settings for every sequence of a batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt32
+
+from kvjax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that reach this share of probability together."""
+    min_p: float = 0.0
+    """Only tokens at least this share as likely as the likeliest."""
+    seed: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these."""
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        checks = {
+            "temperature": (0 <= self.temperature < float("inf"), "a number of at least 0"),
+            "top_k": (self.top_k >= 0, "a whole number of at least 0"),
+            "top_p": (0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
+            "max_tokens": (self.max_tokens >= 1, "a whole number of at least 1"),
+            "seed": (0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
+            "stop": (all(self.stop), "texts that are not empty"),
+        }
+        for name, (fits, wanted) in checks.items():
+            if not fits:
+                raise UserError(f"{name} {getattr(self, name)!r}: give {wanted}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingState:
+    """`SamplingParams` of every slot, on the device."""
+
+    temperature: Float[Array, " S"]
+    top_k: Int32[Array, " S"]
+    top_p: Float[Array, " S"]
+    min_p: Float[Array, " S"]
+    seed: UInt32[Array, " S"]
+
+
+def init_sampling(num_slots: int) -> SamplingState:
+    """Greedy in every slot."""
+    return SamplingState(
+        temperature=jnp.zeros(num_slots, jnp.float32),
+        top_k=jnp.zeros(num_slots, jnp.int32),
+        top_p=jnp.ones(num_slots, jnp.float32),
+        min_p=jnp.zeros(num_slots, jnp.float32),
+        seed=jnp.zeros(num_slots, jnp.uint32),
+    )
+
+
+def set_sampling(
+    state: SamplingState, slot: Int32[Array, ""] | int, params: SamplingParams
+) -> SamplingState:
+    """The state with the settings of one slot replaced."""
+    fields = dataclasses.fields(SamplingState)
+    return SamplingState(
+        **{f.name: getattr(state, f.name).at[slot].set(getattr(params, f.name)) for f in fields}
+    )
+
+
+def sample(
+    logits: Float[Array, "S V"], state: SamplingState, position: Int32[Array, " S"]
+) -> Int32[Array, " S"]:
+    """The next token of every slot.
+
+    The random number of a token depends on its slot's seed and on `position`, the number of tokens
+    before it, and on nothing else of the batch. Ties of a greedy choice go to the lowest id.
+    """
+    logits = logits.astype(jnp.float32)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw(_):
+        scaled = logits / jnp.maximum(state.temperature, 1e-6)[:, None]
+        filtered = (state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)
+        scaled = lax.cond(jnp.any(filtered), lambda x: _filter(x, state), lambda x: x, scaled)
+
+        def one(seed, at, row):
+            key = jax.random.fold_in(jax.random.key(seed), at)
+            return jax.random.categorical(key, row)
+
+        drawn = jax.vmap(one)(state.seed, position, scaled)
+        return jnp.where(state.temperature > 0, drawn, greedy).astype(jnp.int32)
+
+    return lax.cond(jnp.any(state.temperature > 0), draw, lambda _: greedy, None)
+
+
+def _filter(logits: Float[Array, "S V"], state: SamplingState) -> Float[Array, "S V"]:
+    """−inf for every token that top-k, top-p or min-p leave out; the likeliest always stays."""
+    descending = -jnp.sort(-logits, axis=-1)
+    probability = jax.nn.softmax(descending, axis=-1)
+    rank = jnp.arange(logits.shape[-1])
+    before = jnp.cumsum(probability, axis=-1) - probability
+    keep = before < state.top_p[:, None]
+    keep &= (state.top_k[:, None] == 0) | (rank < state.top_k[:, None])
+    keep &= probability >= state.min_p[:, None] * probability[:, :1]
+    least = jnp.min(jnp.where(keep | (rank == 0), descending, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= least, logits, -jnp.inf)

@@ -1,0 +1,328 @@
+"""The jitted steps of the engine: prefill, prefill of a chunk, admission, decode.
+
+Pure functions of (parameters, cache, …), where `config` and `method` are static. `Runner` compiles
+them with the cache donated.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache import (
+    CompressReport,
+    PagedCache,
+    begin_append,
+    compress,
+    write_layer,
+    write_prompt,
+    write_survivors,
+)
+from kvjax.cache.methods import Method
+from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
+from kvjax.engine.sampling import SamplingState, sample
+from kvjax.kernels import PagedPrefix, paged_attention, prefill_attention, window_metrics
+from kvjax.models.config import LlamaConfig
+from kvjax.models.llama import forward, logits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptKV:
+    """Keys, values and metrics of a prompt in a contiguous scratch, before they are written."""
+
+    k: Float[Array, "L T H d"]
+    v: Float[Array, "L T H d"]
+    metric: Float[Array, "L H T"]
+    length: Int32[Array, ""]
+
+
+def _observed(
+    method: Method, q: Float[Array, "T Hr d"], start: Int32[Array, ""], length: Int32[Array, ""]
+) -> tuple[Float[Array, "w Hr d"], Int32[Array, " w"]]:
+    """The queries that a method looks at and their positions (−1 for padding)."""
+    assert method.observation is not None
+    window = min(method.observation.window or q.shape[0], q.shape[0])
+    first = jnp.maximum(length - window, 0)
+    index = first + jnp.arange(window, dtype=jnp.int32)
+    queries = lax.dynamic_slice_in_dim(q, first, window, axis=0)
+    return queries, jnp.where(index < length, start + index, -1)
+
+
+def _prompt_metric(
+    method: Method, q: Float[Array, "T Hr d"], k: Float[Array, "T H d"], length: Int32[Array, ""]
+) -> Float[Array, "H T"]:
+    """Eviction metric of every KV of a prompt (KV-Compress, section 4.3)."""
+    num_tokens, num_heads, _ = k.shape
+    observation = method.observation
+    if observation is None:
+        return jnp.zeros((num_heads, num_tokens), jnp.float32)
+    queries, position = _observed(method, q, jnp.int32(0), length)
+    received = window_metrics(
+        queries,
+        k,
+        query_position=position,
+        power=observation.power,
+        excluded_distance=observation.excluded_distance,
+    )
+    received = pool_metric(received, observation.pool)
+    return reduce_group(received.reshape(num_heads, -1, num_tokens), observation.group)
+
+
+def prefill(
+    config: LlamaConfig,
+    method: Method,
+    params: nnx.State,
+    tokens: Int32[Array, " T"],
+    length: Int32[Array, ""],
+) -> tuple[PromptKV, Float[Array, " V"]]:
+    """Run a whole prompt.
+
+    Args:
+        config: the model (static).
+        method: what to observe (static).
+        params: the model's parameters.
+        tokens: token ids; those from `length` on are padding.
+        length: tokens of the prompt.
+
+    Returns:
+        What there is to cache, and the logits of the next token.
+    """
+
+    def attend(carry, layer, q, k, v):
+        q, k, v = q[0], k[0], v[0]
+        metric = _prompt_metric(method, q, k, length)
+        return carry, prefill_attention(q, k, v)[None], (k, v, metric)
+
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    hidden, _, (k, v, metric) = forward(config, params, tokens[None], positions[None], attend, None)
+    last = lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False)
+    return PromptKV(k, v, metric, length), logits(config, params, last)
+
+
+def admit(
+    cache: PagedCache,
+    slot: Int32[Array, ""],
+    prompt: PromptKV,
+    keep_blocks: Int32[Array, ""],
+    method: Method,
+) -> tuple[PagedCache, CompressReport, Bool[Array, ""]]:
+    """Write the survivors of a prompt to an empty slot; see `write_survivors`."""
+    return write_survivors(
+        cache,
+        slot,
+        prompt.k,
+        prompt.v,
+        prompt.metric,
+        prompt.length,
+        keep_blocks,
+        protected=method.protected,
+        sinks=method.sinks,
+    )
+
+
+def admit_whole(
+    cache: PagedCache, slot: Int32[Array, ""], prompt: PromptKV
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Write every KV of a prompt to a slot."""
+    return write_prompt(cache, slot, prompt.k, prompt.v, prompt.metric, prompt.length)
+
+
+def prefill_chunk(
+    config: LlamaConfig,
+    method: Method,
+    params: nnx.State,
+    cache: PagedCache,
+    slot: Int32[Array, ""],
+    tokens: Int32[Array, " T"],
+    length: Int32[Array, ""],
+) -> tuple[PagedCache, Float[Array, " V"], Bool[Array, ""]]:
+    """Run the next chunk of a prompt behind what its slot holds, and write it.
+
+    The chunk attends to the KVs that the slot's heads still hold and to itself. Observing methods
+    measure all of these again: a windowed metric is that of the last w queries so far, one over all
+    queries grows. Compress the slot between chunks with `compress_slots`.
+
+    Returns:
+        The cache, the logits of the token after the chunk, and ``ok``: False, with the cache's
+        tables and lengths unchanged, when the blocks do not suffice.
+    """
+    start = cache.seq_len[slot]
+    observation = method.observation
+    num_tokens = tokens.shape[0]
+    positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
+    num_heads, b = cache.num_kv_heads, cache.block_size
+    num_held = cache.max_blocks * b
+
+    def chunk_metric(q, k, table, context_len):
+        # Held and new keys side by side, each with its position: [H, M·b + T].
+        if observation is None:
+            shape = (num_heads, num_held + num_tokens)
+            return jnp.zeros(shape, jnp.float32)
+        page = jnp.minimum(table, cache.num_blocks - 1)
+        held = jnp.arange(num_held) < context_len[:, None]
+        held_position = jnp.where(held, cache.position[page].reshape(num_heads, num_held), -1)
+        held_k = cache.k[page].reshape(num_heads, num_held, -1)
+        held_k = jnp.swapaxes(jnp.where(held[..., None], held_k, 0), 0, 1)
+        new_position = jnp.where(jnp.arange(num_tokens) < length, positions, -1)
+        new_position = jnp.broadcast_to(new_position, (num_heads, num_tokens))
+        key_position = jnp.concatenate([held_position, new_position], axis=1)
+        queries, query_position = _observed(method, q, start, length)
+        received = window_metrics(
+            queries,
+            jnp.concatenate([held_k, k.astype(held_k.dtype)]),
+            query_position=query_position,
+            key_position=key_position.T,
+            power=observation.power,
+            excluded_distance=observation.excluded_distance,
+        )
+        received = received.reshape(num_heads, -1, num_held + num_tokens)
+        received = pool_metric_at(received, key_position, observation.pool)
+        return reduce_group(received, observation.group)
+
+    def attend(carry, layer, q, k, v):
+        q, k, v = q[0], k[0], v[0]
+        table, context_len = cache.block_table[slot, layer], cache.context_len[slot, layer]
+        prefix = PagedPrefix(cache.k, cache.v, table, context_len)
+        out = prefill_attention(q, k, v, prefix=prefix)
+        return carry, out[None], (k, v, chunk_metric(q, k, table, context_len))
+
+    hidden, _, (k, v, metric) = forward(config, params, tokens[None], positions[None], attend, None)
+    if observation is not None:
+        cache = _remeasured(cache, slot, metric[..., :num_held], observation.window is None)
+    cache, ok = write_prompt(cache, slot, k, v, metric[..., num_held:], length)
+    last = lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False)
+    return cache, logits(config, params, last), ok
+
+
+def _remeasured(
+    cache: PagedCache, slot: Int32[Array, ""], metric: Float[Array, "L H T"], add: bool
+) -> PagedCache:
+    """The cache with the metrics of a slot's KVs replaced, or added to."""
+    table, b = cache.block_table[slot], cache.block_size
+    # What the slot does not hold keeps metric 0: it is written with the KV.
+    held = jnp.arange(metric.shape[-1]) < cache.context_len[slot][..., None]
+    pages = jnp.where(held, metric, 0).reshape(*table.shape, b)
+    pool = cache.metric.at[table]
+    new = pool.add(pages, mode="drop") if add else pool.set(pages, mode="drop")
+    return dataclasses.replace(cache, metric=new)
+
+
+def compress_slots(
+    cache: PagedCache,
+    slots: Int32[Array, " G"],
+    keep_blocks: Int32[Array, " G"],
+    method: Method,
+    max_kvs_per_step: int,
+) -> tuple[PagedCache, CompressReport]:
+    """`kvjax.cache.compress` with what a method protects."""
+    return compress(
+        cache,
+        slots,
+        keep_blocks,
+        protected=method.protected,
+        sinks=method.sinks,
+        max_kvs_per_step=max_kvs_per_step,
+    )
+
+
+def decode_step(
+    config: LlamaConfig,
+    method: Method,
+    params: nnx.State,
+    cache: PagedCache,
+    tokens: Int32[Array, " S"],
+    active: Bool[Array, " S"],
+) -> tuple[PagedCache, Float[Array, "S V"], Bool[Array, ""]]:
+    """One token of every active slot: its KVs are written, then attended to with the rest.
+
+    Returns:
+        The cache, the logits of the next tokens, and ``ok``: False, and the cache unchanged, when
+        the blocks do not suffice; the logits then mean nothing.
+    """
+    cache, ok = begin_append(cache, active)
+    active = active & ok
+    accumulate = method.observation is not None and method.observation.accumulate
+    # Slots that do not run hold nothing as far as attention goes: no work, no change of metrics.
+    context_len = jnp.where(active[:, None, None], cache.context_len, 0)
+
+    def attend(carry, layer, q, k, v):
+        k_pool, v_pool, metric = carry
+        table = lax.dynamic_index_in_dim(cache.block_table, layer, axis=1, keepdims=False)
+        lengths = lax.dynamic_index_in_dim(context_len, layer, axis=1, keepdims=False)
+        k_pool, v_pool = write_layer(k_pool, v_pool, table, lengths, k[:, 0], v[:, 0], active)
+        if accumulate:
+            out, metric = paged_attention(
+                q[:, 0], k_pool, v_pool, table, lengths, metric=metric, return_metric=True
+            )
+        else:
+            out = paged_attention(q[:, 0], k_pool, v_pool, table, lengths)
+        return (k_pool, v_pool, metric), out[:, None].astype(q.dtype), None
+
+    positions = jnp.maximum(cache.seq_len - 1, 0)[:, None]
+    hidden, (k_pool, v_pool, metric), _ = forward(
+        config, params, tokens[:, None], positions, attend, (cache.k, cache.v, cache.metric)
+    )
+    cache = dataclasses.replace(cache, k=k_pool, v=v_pool, metric=metric)
+    return cache, logits(config, params, hidden[:, 0]), ok
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What decoding carries from token to token, on the device."""
+
+    token: Int32[Array, " S"]
+    """Last token of each sequence; its KVs are not in the cache yet."""
+    active: Bool[Array, " S"]
+    remaining: Int32[Array, " S"]
+    """Tokens each sequence may still generate."""
+    stop_at_eos: Bool[Array, " S"]
+    sampling: SamplingState
+
+
+def decode_steps(
+    config: LlamaConfig,
+    method: Method,
+    num_steps: int,
+    params: nnx.State,
+    cache: PagedCache,
+    state: DecodeState,
+    eos_ids: Int32[Array, " E"],
+) -> tuple[PagedCache, DecodeState, Int32[Array, "n S"], Bool[Array, ""]]:
+    """Up to `num_steps` tokens for every active slot without the host.
+
+    A sequence ends at an end-of-sequence token or when nothing remains. The loop ends early when
+    every sequence has ended or when blocks run out (``ok`` False); nothing is lost then: make room
+    and call again.
+
+    Returns:
+        The cache, the state, the tokens (−1 where a sequence did not run), and ``ok``.
+    """
+    tokens = jnp.full((num_steps, state.token.shape[0]), -1, jnp.int32)
+
+    def go_on(carry):
+        step, ok, _, state, _ = carry
+        return (step < num_steps) & ok & jnp.any(state.active)
+
+    def one(carry):
+        step, _, cache, state, tokens = carry
+        cache, scores, ok = decode_step(config, method, params, cache, state.token, state.active)
+        ran = state.active & ok
+        new = sample(scores, state.sampling, cache.seq_len)
+        token = jnp.where(ran, new, state.token)
+        remaining = state.remaining - ran
+        ended = (jnp.isin(token, eos_ids) & state.stop_at_eos) | (remaining <= 0)
+        tokens = jnp.where(ok, tokens.at[step].set(jnp.where(ran, token, -1)), tokens)
+        state = dataclasses.replace(
+            state, token=token, remaining=remaining, active=state.active & ~(ran & ended)
+        )
+        return step + ok, ok, cache, state, tokens
+
+    _, ok, cache, state, tokens = lax.while_loop(
+        go_on, one, (jnp.int32(0), jnp.bool_(True), cache, state, tokens)
+    )
+    return cache, state, tokens, ok
