@@ -1,0 +1,56 @@
+"""Caps and budgets against the oracle and the numbers of the paper's benchmark."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.cache.budget import budget_blocks, cache_cap
+from tests import oracle
+
+
+@pytest.mark.parametrize(
+    ("length", "rate", "expected"),
+    [
+        (6000, 32, 176),  # 187 tokens -> 11 whole blocks
+        (6000, 64, 128),  # the floor, not min(128, …)
+        (500, 1, 496),
+        (512, 1, 496),  # strictly below the length
+        (513, 1, 512),
+        (500, 4, 128),
+        (2000, 1.5, 1328),
+        (12000, 7.9, 1504),
+    ],
+)
+def test_cap_of_the_benchmark(length, rate, expected):
+    assert cache_cap(length, rate) == expected
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    length=st.integers(1, 20_000),
+    rate=st.one_of(st.integers(1, 128), st.sampled_from([1.0, 1.25, 1.5, 2.5, 7.5, 100.0])),
+    block_size=st.sampled_from([1, 4, 16, 32]),
+    floor=st.sampled_from([0, 16, 128]),
+)
+def test_cap_equals_the_oracle(length, rate, block_size, floor):
+    cap = cache_cap(length, rate, block_size=block_size, floor=floor)
+    assert cap == oracle.cache_cap(length, rate, block_size, floor)
+    assert isinstance(cap, int)
+    assert cap >= block_size
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    cap=st.integers(1, 5000),
+    layers=st.integers(1, 80),
+    heads=st.integers(1, 8),
+    block_size=st.sampled_from([1, 2, 16, 32]),
+)
+def test_budget_counts_partial_blocks_whole(cap, layers, heads, block_size):
+    blocks = budget_blocks(cap, layers, heads, block_size)
+    assert blocks == oracle.budget_blocks(cap, layers, heads, block_size)
+
+
+def test_budget_rounds_the_cap_up():
+    assert budget_blocks(128, 32, 8, 16) == 8 * 32 * 8
+    assert budget_blocks(129, 32, 8, 16) == 9 * 32 * 8
