@@ -330,9 +330,16 @@ def forward[Carry](
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
         (x, carry), aux = jax.lax.scan(body, (x, carry), (indices, layers))
     else:
+        # Jitted, so that one trace serves every layer.
+        graphdef = nnx.split(model.layers[0])[0]
+
+        @jax.jit
+        def run_split(layer: nnx.State, index: Array, x: Array, carry: Carry):
+            return run(nnx.merge(graphdef, layer), index, x, carry)
+
         collected = []
         for i, layer in enumerate(model.layers):
-            x, carry, aux = run(layer, jnp.int32(i), x, carry)
+            x, carry, aux = run_split(nnx.split(layer)[1], jnp.int32(i), x, carry)
             collected.append(aux)
         aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
     return _rms_norm(x, model.final_norm[...], config.rms_norm_eps), carry, aux
