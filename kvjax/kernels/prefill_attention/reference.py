@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-MAX_QUERY_BLOCKS = 16
-MIN_QUERY_BLOCK = 128
+BLOCK = 256
+"""Queries, and keys, of one tile of the causal part."""
 PREFIX_TOKENS = 512
 """KVs of the prefix gathered from each head at once."""
 
@@ -16,33 +16,62 @@ Partial = tuple[Float[Array, "H r T d"], Float[Array, "H r T"], Float[Array, "H 
 def causal(
     q: Float[Array, "T Hr d"], k: Float[Array, "T H d"], v: Float[Array, "T H d"], scale: float
 ) -> Partial:
-    """Causal attention by blocks of queries, each against the keys up to its own end only.
+    """Causal attention by tiles of `BLOCK` × `BLOCK` under an online softmax.
 
-    The loop is unrolled: a block's keys are a static slice, so about half of the L×L products are
-    never computed and a logits matrix spans one block of queries.
+    Tiles above the diagonal are never computed, and one tile of logits exists at a time.
     """
     num_tokens, num_query_heads, d = q.shape
     num_heads = k.shape[1]
     group = num_query_heads // num_heads
-    block = max(MIN_QUERY_BLOCK, -(-num_tokens // MAX_QUERY_BLOCKS))
-    q = q.reshape(num_tokens, num_heads, group, d).transpose(1, 2, 0, 3).astype(jnp.float32)
-    q = q * scale
-    k = jnp.swapaxes(k, 0, 1).astype(jnp.float32)
-    v = jnp.swapaxes(v, 0, 1).astype(jnp.float32)
-    parts = []
-    for start in range(0, num_tokens, block):
-        end = min(start + block, num_tokens)
-        rows = (num_heads, group * (end - start))
-        s = jnp.einsum("hqd,htd->hqt", q[:, :, start:end].reshape(*rows, d), k[:, :end]).reshape(
-            num_heads, group, end - start, end
+    size = min(BLOCK, num_tokens)
+    tiles = -(-num_tokens // size)
+    pad = ((0, tiles * size - num_tokens), (0, 0), (0, 0))
+    q = jnp.pad(q, pad).astype(jnp.float32) * scale
+    q = q.reshape(tiles, size, num_heads, group, d).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(tiles, num_heads, group * size, d)
+    k = jnp.swapaxes(jnp.pad(k, pad), 0, 1).astype(jnp.float32)
+    v = jnp.swapaxes(jnp.pad(v, pad), 0, 1).astype(jnp.float32)
+    within = jnp.arange(size)
+    on_diagonal = jnp.tile(within, group)[:, None] >= within
+    rows = (num_heads, group * size)
+
+    def attend_tiles(_, tile):
+        i, q_i = tile
+
+        def attend_tile(j, carry):
+            out, top, total = carry
+            k_j = lax.dynamic_slice_in_dim(k, j * size, size, axis=1)
+            v_j = lax.dynamic_slice_in_dim(v, j * size, size, axis=1)
+            s = jnp.einsum("hqd,htd->hqt", q_i, k_j)
+            s = jnp.where((j < i) | on_diagonal, s, -jnp.inf)
+            # Every row sees a key of every tile it gets to, so the maximum is finite.
+            new_top = jnp.maximum(top, jnp.max(s, axis=-1))
+            p = jnp.exp(s - new_top[..., None])
+            decay = jnp.exp(top - new_top)
+            out = out * decay[..., None] + jnp.einsum("hqt,htd->hqd", p, v_j)
+            return out, new_top, total * decay + jnp.sum(p, axis=-1)
+
+        return None, lax.fori_loop(
+            0,
+            i + 1,
+            attend_tile,
+            (
+                jnp.zeros((*rows, d), jnp.float32),
+                jnp.full(rows, -jnp.inf, jnp.float32),
+                jnp.zeros(rows, jnp.float32),
+            ),
         )
-        s = jnp.where(jnp.arange(start, end)[:, None] >= jnp.arange(end), s, -jnp.inf)
-        top = jnp.max(s, axis=-1)
-        p = jnp.exp(s - top[..., None])
-        out = jnp.einsum("hqt,htd->hqd", p.reshape(*rows, end), v[:, :end])
-        parts.append((out.reshape(num_heads, group, end - start, d), top, jnp.sum(p, axis=-1)))
-    out, top, total = (jnp.concatenate(x, axis=2) for x in zip(*parts, strict=True))
-    return out, top, total
+
+    _, parts = lax.scan(attend_tiles, None, (jnp.arange(tiles), q))
+
+    def in_order(x):
+        # [tiles, H, r·size, ...] -> [H, r, T, ...]
+        x = x.reshape(tiles, num_heads, group, size, *x.shape[3:])
+        x = jnp.moveaxis(x, 0, 2).reshape(num_heads, group, tiles * size, *x.shape[4:])
+        return x[:, :, :num_tokens]
+
+    out, top, total = parts
+    return in_order(out), in_order(top), in_order(total)
 
 
 def over_prefix(
