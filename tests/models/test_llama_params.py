@@ -1,0 +1,189 @@
+"""Parameters of the Llama decoder: shapes, initial values, checkpoint layout, memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models import llama
+from kvjax.models.config import MODELS, LlamaConfig
+from kvjax.models.layout import tensor_slots, undo_gguf_permutation
+from tests.models.llama_helpers import empty_cache, params_from, run
+
+TINY = LlamaConfig(
+    name="tiny",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_word_embeddings=False,
+    attention_bias=True,
+)
+
+
+def keys(path) -> tuple:
+    """Names and layer numbers on a path through the parameters."""
+    return tuple(entry.key for entry in path if hasattr(entry, "key"))
+
+
+def named(params) -> dict[str, jax.Array]:
+    """The arrays of stacked parameters by name."""
+    return {keys(path)[-1]: leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def memory_of(lowered):
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_abstract_params_have_the_size_of_the_configuration(name):
+    config = MODELS[name].config
+    leaves = jax.tree.leaves(llama.abstract_params(config, jnp.bfloat16))
+    bias = config.num_layers * config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
+    assert sum(leaf.size for leaf in leaves) == config.num_params
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    assert any(leaf.size == bias for leaf in leaves) == config.attention_bias
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_init_matches_the_abstract_description(stacked):
+    params = llama.init_params(TINY, jnp.bfloat16, seed=3, stacked=stacked)
+    abstract = llama.abstract_params(TINY, jnp.bfloat16, stacked=stacked)
+    assert jax.tree.structure(params) == jax.tree.structure(abstract)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, params, abstract)
+    )
+    axes = llama.logical_axes(TINY, stacked)
+    for path, leaf in jax.tree.leaves_with_path(abstract):
+        assert len(axes.pop(keys(path))) == leaf.ndim
+    assert not axes
+
+
+def test_initial_values():
+    config = dataclasses.replace(TINY, hidden_size=256, intermediate_size=512)
+    params = llama.init_params(config, jnp.float32, seed=1)
+    again = llama.init_params(config, jnp.float32, seed=1)
+    other = llama.init_params(config, jnp.float32, seed=2)
+    tables = {**llama.model_table(config), **llama.layer_table(config)}
+    drawn = []
+    for name, leaf in named(params).items():
+        values, std = np.asarray(leaf), tables[name].std
+        if std is None:
+            assert (values == 1).all()
+            continue
+        spread = 5 / np.sqrt(values.size)
+        assert abs(values.mean()) < spread * std, name
+        assert abs(values.std() / std - 1) < spread, name
+        drawn.append(values.ravel()[:1000] / std)
+        if values.shape[0] == config.num_layers:
+            assert not np.array_equal(values[0], values[1]), name
+    # No two parameters, nor two seeds, get the same stream.
+    correlation = np.corrcoef([values[: min(map(len, drawn))] for values in drawn])
+    assert (np.abs(correlation - np.eye(len(drawn))) < 0.3).all()
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), params, again)
+    assert jax.tree.all(same)
+    assert not np.array_equal(named(params)["embed"], named(other)["embed"])
+
+
+def test_unstacked_layers_are_the_same_numbers():
+    stacked = llama.init_params(TINY, jnp.float32, seed=5)
+    single = llama.init_params(TINY, jnp.float32, seed=5, stacked=False)
+    split = llama.unstack_layers(stacked)
+    assert llama.is_stacked(stacked)
+    assert not llama.is_stacked(split)
+    assert jax.tree.structure(split) == jax.tree.structure(single)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), split, single))
+    assert llama.unstack_layers(split) is split
+    llama.unstack_layers(stacked, donate=True)
+    assert named(stacked)["qkv"].is_deleted()
+    assert not named(stacked)["embed"].is_deleted()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_checkpoint_slots_fill_every_parameter_once(tied):
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    counter = iter(range(1, 10**6))
+
+    def read(name: str) -> np.ndarray:
+        shape = next(s.file_shape for s in tensor_slots(config) if s.hf_name == name)
+        return np.full(shape, next(counter), np.float32)
+
+    params = params_from(config, read)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+    assert not any(np.isnan(leaf).any() for leaf in leaves)
+    filled = sum(np.prod(s.file_shape) for s in tensor_slots(config))
+    assert filled == sum(leaf.size for leaf in leaves) == config.num_params
+    slots = list(tensor_slots(config))
+    assert len({s.hf_name for s in slots}) == len({s.gguf_name for s in slots}) == len(slots)
+
+
+def test_slots_refuse_other_shapes():
+    slot = next(s for s in tensor_slots(TINY) if s.hf_name.endswith("q_proj.weight"))
+    with pytest.raises(ValueError, match=r"q_proj.weight: expected .*32\), got \(32, 33\)"):
+        slot.arrange(np.zeros((32, 33), np.float32))
+
+
+def test_gguf_rows_are_put_back_into_halves():
+    halves = np.arange(2 * 6 * 3).reshape(12, 3)  # 2 heads, d = 6
+    paired = halves.reshape(2, 2, 3, 3).swapaxes(1, 2).reshape(12, 3)
+    assert paired[:2, 0].tolist() == [0, 9]
+    np.testing.assert_array_equal(undo_gguf_permutation(paired, 2), halves)
+
+
+def test_positions_must_match_tokens():
+    params = llama.init_params(TINY, jnp.float32)
+    with pytest.raises(ValueError, match=r"one shape \[B, T\], got \(1, 4\) and \(4,\)"):
+        llama.forward(
+            TINY,
+            params,
+            jnp.zeros((1, 4), jnp.int32),
+            jnp.zeros(4, jnp.int32),
+            lambda *_: None,  # pyright: ignore[reportArgumentType]
+            None,
+        )
+
+
+def test_aux_is_stacked_over_layers():
+    params = llama.init_params(TINY, jnp.float32)
+    tokens = jnp.zeros((2, 4), jnp.int32)
+
+    def attend(carry, layer, q, k, v):
+        return carry + 1, jnp.zeros_like(q), {"k": k, "layer": layer}
+
+    for state in (params, llama.unstack_layers(params)):
+        _, count, aux = llama.forward(TINY, state, tokens, tokens, attend, 0)
+        assert int(count) == TINY.num_layers
+        assert aux["k"].shape == (3, 2, 4, 2, 8)
+        assert aux["layer"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unrolled"])
+def test_a_decode_step_copies_neither_the_carry_nor_unstacked_weights(stacked):
+    config = dataclasses.replace(
+        TINY, hidden_size=256, intermediate_size=1024, num_layers=4, tie_word_embeddings=True
+    )
+    params = llama.abstract_params(config, jnp.float32, stacked)
+    cache = jax.eval_shape(functools.partial(empty_cache, config, 1, 65_536))
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    step = jax.jit(run, static_argnums=(0, 3), donate_argnums=4)
+    memory = memory_of(step.lower(config, params, token, 60_000, cache))
+    largest = max(leaf.size // (4 if stacked else 1) for leaf in jax.tree.leaves(params)) * 4
+    # The dense callback of this test reads one layer of the cache and makes one layer of scores.
+    read = cache[0].size * 4 // config.num_layers * 2 + 65_536 * config.num_heads * 4 * 4
+    assert memory.alias_size_in_bytes == 2 * cache[0].size * 4
+    assert memory.temp_size_in_bytes < read + (2 * largest if stacked else largest // 4)
+
+
+def test_init_makes_no_second_copy():
+    config = dataclasses.replace(TINY, hidden_size=256, vocab_size=8192)
+    build = jax.jit(lambda seed: llama._build(config, jnp.float32, seed, True))
+    memory = memory_of(build.lower(np.uint32(0)))
+    assert memory.temp_size_in_bytes < config.num_params * 4 // 20
