@@ -15,6 +15,7 @@ import tokenizers
 from kvjax.errors import UserError
 from kvjax.models import vocabulary
 from kvjax.models.sentencepiece_file import parse_sentencepiece
+from kvjax.models.weights.gguf_header import read_gguf_header
 
 # Tokens that end a turn or a text in published chat models. They count as end tokens where a
 # checkpoint has no generation_config.json to say which do.
@@ -254,8 +255,6 @@ def _read_tiktoken(data: bytes, folder: Path) -> TokenizerParts:
 
 
 def _read_gguf(path: Path) -> TokenizerParts:
-    from kvjax.models.weights.gguf_header import read_gguf_header
-
     metadata = read_gguf_header(path).metadata
     prefix = "tokenizer.ggml."
     model = metadata.get(prefix + "model")
