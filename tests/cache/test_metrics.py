@@ -1,0 +1,92 @@
+"""Invariant 13, prefill: every method's metric equals the oracle's dense definition."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.methods import METHODS
+from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
+from kvjax.kernels import window_metrics
+from tests import oracle
+
+TOKENS, HEADS, GROUP, D = 45, 2, 2, 8
+
+# Written down from the paper and the authors' runs, not from the methods' own files.
+PAPER = {
+    "kv-compress": {"window": 8, "power": 2},
+    "kv-compress-w8-l1": {"window": 8, "power": 1},
+    "kv-compress-w32-l2": {"window": 32, "power": 2},
+    "kv-compress-w32-l1": {"window": 32, "power": 1},
+    "kv-compress-full-l2": {"window": TOKENS, "power": 2, "pool": None, "excluded": 10},
+    "kv-compress-continual": {"window": 32, "power": 2},
+}
+PROTECTED = {"kv-compress": 8, "kv-compress-w8-l1": 8}  # 32 for the others
+
+
+def measured(name: str, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The metric [H, T] by kvjax's own parts, put together as the method states itself."""
+    observation = METHODS[name].observation
+    assert observation is not None
+    tokens = len(q)
+    first = max(0, tokens - (observation.window or tokens))
+    received = window_metrics(
+        jnp.asarray(q[first:]),
+        jnp.asarray(k),
+        query_position=jnp.arange(first, tokens, dtype=jnp.int32),
+        power=observation.power,
+        excluded_distance=observation.excluded_distance,
+    )
+    pooled = pool_metric(received, observation.pool)
+    return np.asarray(reduce_group(pooled.reshape(HEADS, -1, tokens), observation.group))
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 5])
+@pytest.mark.parametrize("name", PAPER)
+def test_invariant_13_prefill_metric(name, tokens):
+    rng = np.random.default_rng(len(name))
+    q = 2 * rng.standard_normal((tokens, HEADS * GROUP, D)).astype(np.float32)
+    k = rng.standard_normal((tokens, HEADS, D)).astype(np.float32)
+    want = oracle.prefill_metric(q, k, **PAPER[name])
+    np.testing.assert_allclose(measured(name, q, k), want, rtol=3e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_methods_protect_what_the_authors_protect(name):
+    assert METHODS[name].protected == PROTECTED.get(name, 32)
+    assert METHODS[name].sinks == 0
+
+
+def test_pooling_comes_before_the_sum_over_the_group():
+    """Max and sum do not commute: two heads with peaks at different keys tell the order."""
+    received = jnp.asarray([[0.0, 4, 0, 0], [0.0, 0, 3, 0]])
+    by_method = reduce_group(pool_metric(received, 3), "sum")
+    assert np.asarray(by_method).tolist() == [4, 7, 7, 3]
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+def test_pool_metric(width):
+    rows = np.random.default_rng(width).random((4, 20)).astype(np.float32)
+    want = np.stack([oracle.max_pool(row, width) for row in rows])
+    assert np.array_equal(pool_metric(jnp.asarray(rows), width), want)
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+def test_pool_metric_at_scattered_positions(width):
+    """After moves keys lie in any order, with gaps: neighbours are near in tokens, not in slots."""
+    rng = np.random.default_rng(width)
+    position = np.stack([rng.permutation(30)[:16] for _ in range(HEADS)]).astype(np.int32)
+    position[rng.random(position.shape) < 0.2] = -1
+    metric = rng.random((HEADS, GROUP, 16)).astype(np.float32)
+    got = np.asarray(pool_metric_at(jnp.asarray(metric), jnp.asarray(position), width))
+    for (h, g, j), value in np.ndenumerate(got):
+        if position[h, j] < 0:
+            continue
+        near = (position[h] >= 0) & (abs(position[h] - position[h, j]) <= width // 2)
+        assert value == metric[h, g, near].max()
+
+
+def test_pool_metric_at_equals_pool_metric_where_nothing_is_missing():
+    rows = np.random.default_rng(0).random((HEADS, GROUP, 16)).astype(np.float32)
+    position = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (HEADS, 16))
+    got = pool_metric_at(jnp.asarray(rows), position, 7)
+    assert np.array_equal(got, pool_metric(jnp.asarray(rows), 7))
