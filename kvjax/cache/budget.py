@@ -15,7 +15,7 @@ FLOOR_TOKENS = 128
 def cache_cap(length: int, rate: float, block_size: int = 16, floor: int = FLOOR_TOKENS) -> int:
     """Cache tokens that a sequence of `length` tokens may keep at a compression rate.
 
-    max(floor, b, ⌊(⌊length / rate⌋ − 1) / b⌋ · b): one token's worth is a KV in every layer and head.
+    max(floor, b, ⌊(⌊length / rate⌋ − 1) / b⌋ · b); a token's worth is a KV in each layer and head.
 
     Raises:
         UserError: the rate is not a finite number ≥ 1.

@@ -4,6 +4,7 @@ Source: KV-Compress, section 4.2.
 """
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from kvjax.cache.move import move_cache
 from kvjax.cache.paged import PagedCache, blocks_for, write_prompt
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressReport:

@@ -8,6 +8,7 @@ KVs cost +inf, and a head keeps its last block (equation 16).
 """
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ MAX_KVS_PER_STEP = 5_000_000
 """KVs whose metrics are sorted at once; more are sorted in several rounds, none is left out."""
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EvictionSchedule:

@@ -9,6 +9,7 @@ dimension, M blocks a head can own at most.
 """
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ UNWRITTEN = -1
 """Token position of a KV slot that nothing was written to."""
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache:

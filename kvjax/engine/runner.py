@@ -18,7 +18,6 @@ from flax import nnx
 from kvjax.cache import (
     CompressionConfig,
     PagedCache,
-    blocks_for,
     budget_blocks,
     free_blocks,
     init_cache,
@@ -99,6 +98,8 @@ class PrefillResult:
     blocks_before: int
     kvs_after: int
     blocks_after: int
+    kept: np.ndarray
+    """KVs that each head kept, [L, H]."""
     shortfall: int
     """Blocks over the budget that could not be evicted."""
     prefill_seconds: float
@@ -121,6 +122,12 @@ class Runner:
     ):
         self.model, self.params, self.config = model, params, config
         self.compression, self.method = compression, compression.resolved
+        window = self.method.observation.window if self.method.observation else None
+        if window is not None and config.prefill_chunk < 2 * window:
+            raise UserError(
+                f"prefill_chunk {config.prefill_chunk}: give at least {2 * window}, "
+                f"twice the observation window of {self.method.name}"
+            )
         self.eos_ids = jnp.asarray(eos_ids or (-1,), jnp.int32)
         self.compile_seconds = 0.0
         self.peak_blocks = 0
@@ -153,9 +160,15 @@ class Runner:
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[name]
 
+    def _chunks(self, length: int) -> list[int]:
+        """Tokens of each prefill step: as even as can be, so that every chunk fills a window."""
+        parts = -(-length // self.config.prefill_chunk)
+        return [length * (i + 1) // parts - length * i // parts for i in range(parts)]
+
     def _bucket(self, length: int) -> int:
-        padded = -(-length // PROMPT_BUCKET) * PROMPT_BUCKET
-        return min(padded, self.config.prefill_chunk)
+        """Tokens that the prefill steps of such a prompt are compiled for."""
+        size = max(self._chunks(length))
+        return min(-(-size // PROMPT_BUCKET) * PROMPT_BUCKET, self.config.prefill_chunk)
 
     def warm_up(self, prompt_len: int) -> None:
         """Compile everything that a prompt of this length and its decoding need."""
@@ -259,6 +272,7 @@ class Runner:
             blocks_before=whole * -(-length // self.config.block_size),
             kvs_after=kvs,
             blocks_after=blocks,
+            kept=self.kept_per_layer_head(slot),
             shortfall=shortfall,
             prefill_seconds=seconds,
             compress_seconds=compress_seconds,
@@ -303,13 +317,13 @@ class Runner:
         return scores, int(report.shortfall[0]), seconds, time.perf_counter() - start
 
     def _prefill_in_chunks(self, slot: int, tokens: np.ndarray, keep: int, on_progress):
-        size = self.config.prefill_chunk
-        run = self._chunk_step(size)
+        bucket, done = self._bucket(len(tokens)), 0
+        run = self._chunk_step(bucket)
         seconds = compress_seconds = 0.0
         shortfall, scores = 0, None
-        for first in range(0, len(tokens), size):
-            chunk = tokens[first : first + size]
-            padded = np.zeros(size, np.int32)
+        for size in self._chunks(len(tokens)):
+            chunk = tokens[done : done + size]
+            padded = np.zeros(bucket, np.int32)
             padded[: len(chunk)] = chunk
             start = time.perf_counter()
             self.cache, scores, ok = run(
@@ -325,8 +339,9 @@ class Runner:
             start = time.perf_counter()
             shortfall = self.compress([slot], [keep])[1][0]
             compress_seconds += time.perf_counter() - start
+            done += size
             if on_progress is not None:
-                on_progress(min(first + size, len(tokens)))
+                on_progress(done)
         return scores, shortfall, seconds, compress_seconds
 
     def compress(self, slots: list[int], keep_blocks: list[int]) -> tuple[list[int], list[int]]:
@@ -374,7 +389,7 @@ class Runner:
     def held(self, slot: int) -> tuple[int, int]:
         """KVs and blocks that a slot holds over all its heads."""
         kept = self.kept_per_layer_head(slot)
-        return int(kept.sum()), int(blocks_for(kept, self.config.block_size).sum())
+        return int(kept.sum()), int((-(-kept // self.config.block_size)).sum())
 
     def _note_peak(self) -> None:
         used = self.cache.num_blocks - int(free_blocks(self.cache))

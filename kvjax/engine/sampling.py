@@ -1,6 +1,7 @@
 """Sampling on the device, with its own settings for every sequence of a batch."""
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ class SamplingParams:
                 raise UserError(f"{name} {getattr(self, name)!r}: give {wanted}")
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingState:

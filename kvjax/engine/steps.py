@@ -5,6 +5,7 @@ them with the cache donated.
 """
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptKV:
@@ -191,24 +193,29 @@ def prefill_chunk(
         return carry, out[None], (k, v, chunk_metric(q, k, table, context_len))
 
     hidden, _, (k, v, metric) = forward(config, params, tokens[None], positions[None], attend, None)
-    if observation is not None:
-        cache = _remeasured(cache, slot, metric[..., :num_held], observation.window is None)
+    held_len = cache.context_len[slot]
     cache, ok = write_prompt(cache, slot, k, v, metric[..., num_held:], length)
+    if observation is not None:
+        grows = observation.window is None
+        cache = _remeasured(cache, slot, jnp.where(ok, held_len, 0), metric[..., :num_held], grows)
     last = lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False)
     return cache, logits(config, params, last), ok
 
 
 def _remeasured(
-    cache: PagedCache, slot: Int32[Array, ""], metric: Float[Array, "L H T"], add: bool
+    cache: PagedCache,
+    slot: Int32[Array, ""],
+    held_len: Int32[Array, "L H"],
+    metric: Float[Array, "L H T"],
+    grows: bool,
 ) -> PagedCache:
-    """The cache with the metrics of a slot's KVs replaced, or added to."""
-    table, b = cache.block_table[slot], cache.block_size
-    # What the slot does not hold keeps metric 0: it is written with the KV.
-    held = jnp.arange(metric.shape[-1]) < cache.context_len[slot][..., None]
-    pages = jnp.where(held, metric, 0).reshape(*table.shape, b)
-    pool = cache.metric.at[table]
-    new = pool.add(pages, mode="drop") if add else pool.set(pages, mode="drop")
-    return dataclasses.replace(cache, metric=new)
+    """The cache with the metrics of a slot's first `held_len` KVs replaced, or added to."""
+    table = cache.block_table[slot]
+    held = (jnp.arange(metric.shape[-1]) < held_len[..., None]).reshape(*table.shape, -1)
+    old = cache.metric.at[table].get(mode="fill", fill_value=0)
+    new = metric.reshape(held.shape) + (old if grows else 0)
+    pool = cache.metric.at[table].set(jnp.where(held, new, old), mode="drop")
+    return dataclasses.replace(cache, metric=pool)
 
 
 def compress_slots(
@@ -270,6 +277,7 @@ def decode_step(
     return cache, logits(config, params, hidden[:, 0]), ok
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:

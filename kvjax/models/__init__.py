@@ -1,0 +1,72 @@
+"""Models: configurations by name, weights from wherever they are, tokenizers."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from kvjax.models.config import MODELS, LlamaConfig, get_model_entry
+from kvjax.models.hub import resolve_weights
+from kvjax.models.llama import init_params
+from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
+from kvjax.models.weights import load_params
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    config: LlamaConfig
+    params: nnx.State
+    tokenizer: Tokenizer
+    source: str
+    """Where the weights came from; "dummy weights" for random ones."""
+
+
+def load_model(
+    name: str = "smollm2-135m",
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    dummy_weights: bool = False,
+    dtype: jax.typing.DTypeLike = "float32",
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LoadedModel:
+    """Load a model by name.
+
+    Args:
+        name: a name of `MODELS`.
+        weights: a folder, hub id, GGUF file or Orbax checkpoint; by default the model's own place.
+        dummy_weights: random weights of the true shapes; a tokenizer is used if `weights` has one,
+            else every byte of a text is a token.
+        dtype: of the weights and activations.
+        seed: of the dummy weights.
+        progress: called with what is being done, and how much of it is done in bytes.
+
+    Raises:
+        UserError: unknown name; weights that are missing, damaged or do not fit the model.
+    """
+    entry = get_model_entry(name)
+    # On CPU, XLA would copy each layer out of a stacked array before it multiplies by it.
+    stacked = jax.default_backend() != "cpu"
+    if dummy_weights:
+        tokenizer = ByteTokenizer() if weights is None else Tokenizer.from_path(weights)
+        params = init_params(entry.config, dtype, seed, stacked=stacked)
+        return LoadedModel(entry.config, params, tokenizer, "dummy weights")
+    path = resolve_weights(name, weights, progress)
+    tokenizer = Tokenizer.from_path(path)
+    config, params = load_params(path, entry.config, dtype, progress, stacked=stacked)
+    return LoadedModel(config, params, tokenizer, str(path))
+
+
+__all__ = [
+    "MODELS",
+    "ByteTokenizer",
+    "LlamaConfig",
+    "LoadedModel",
+    "Tokenizer",
+    "get_model_entry",
+    "load_model",
+]

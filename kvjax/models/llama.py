@@ -33,7 +33,7 @@ then its key, then its value; so a mesh splits it along ``kv_heads``. In
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ from kvjax.models.config import LlamaConfig
 from kvjax.models.rope import rope_angles, rotate
 
 
+@runtime_checkable
 class Attend[Carry](Protocol):
     """Attention of one layer: ``(carry, layer, q, k, v) -> (carry, out, aux)``.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import no_type_check
 
 import jax
 from jaxtyping import Array, Float, Int32
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.kernels.prefill_attention import reference
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedPrefix:

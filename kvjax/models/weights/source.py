@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +13,7 @@ from kvjax.models.config import LlamaConfig
 from kvjax.models.layout import TensorSlot
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """The tensors of one checkpoint, shaped and ordered as in a Hugging Face checkpoint."""
 

@@ -1,0 +1,50 @@
+"""Pictures of results."""
+
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.errors import UserError
+
+
+def save_figure(figure, path: str | Path) -> None:
+    """Write a figure; the ending of the path decides the format.
+
+    Raises:
+        UserError: the ending or the folder does not do.
+    """
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write the picture {path}: {error}") from error
+
+
+def plot_kept(kept: Int[np.ndarray, "L H"], title: str, path: str | Path) -> None:
+    """How many KVs each layer × KV head keeps: a map, and the mean of each layer beside it."""
+    # Imported here: matplotlib takes a second that most runs need not spend.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    num_layers, num_heads = kept.shape
+    figure = Figure(figsize=(5.5 + 0.2 * num_heads, 2.5 + 0.14 * num_layers), layout="constrained")
+    heat, bars = figure.subplots(
+        1, 2, sharey=True, gridspec_kw={"width_ratios": [max(1.5, num_heads / 4), 2]}
+    )
+    image = heat.imshow(kept, aspect="auto", cmap="viridis", vmin=0)
+    heat.set_xlabel("KV head")
+    heat.set_ylabel("layer")
+    heat.xaxis.set_major_locator(MaxNLocator(integer=True))
+    heat.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=heat, label="KVs kept", location="left")
+    layers = np.arange(num_layers)
+    low, mean, high = kept.min(axis=1), kept.mean(axis=1), kept.max(axis=1)
+    bars.barh(layers, mean, color="#5b8db8", label="mean of the layer")
+    bars.hlines(layers, low, high, color="#222222", linewidth=1, label="smallest to largest head")
+    bars.set_xlabel("KVs kept per head")
+    bars.set_xlim(left=0)
+    figure.suptitle(title, fontsize=10)
+    figure.legend(
+        *bars.get_legend_handles_labels(), loc="outside lower center", fontsize=8, ncols=2
+    )
+    save_figure(figure, path)

@@ -1,0 +1,371 @@
+"""Decode text through a compressed KV cache that is paged per (layer, KV head).
+
+Without options it answers a question about a chapter of the Python documentation with a small
+real model, and shows what the cache held before and after compression:
+
+    python scripts/decode.py --rate 8
+
+Other models, prompts and methods:
+
+    python scripts/decode.py --model llama3.1-8b --rate 32 --prompt-file report.txt \\
+        --question "Who signed it?"
+    python scripts/decode.py --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
+        --max-cache-tokens 1024 --prompt-file book.txt --question "Who is Ishmael?"
+    cat notes.txt | python scripts/decode.py --prompt-file - --question "Summarise." --json
+    python scripts/decode.py --method kv-compress-w32-l2 --rate 16 --plot kept.png
+    python scripts/decode.py --method full
+    python scripts/decode.py --model llama3.2-1b --dummy-weights --max-new-tokens 8
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvjax.cli import ArgumentParser, Progress, main_of
+from kvjax.errors import UserError
+
+TOPIC = "string-methods"
+QUESTION = "Which method returns a copy of the string with all the cased characters uppercase?"
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="smollm2-135m", help="name of a model (%(default)s)")
+    model.add_argument(
+        "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
+    )
+    model.add_argument(
+        "--dummy-weights", action="store_true", help="random weights of the true shapes"
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and cache (float32 on CPU, else bfloat16)",
+    )
+    model.add_argument(
+        "--context-length", type=int, help="most tokens, instead of the model's own limit"
+    )
+
+    prompt = parser.add_argument_group("prompt (default: a chapter of the Python documentation)")
+    prompt.add_argument("--prompt", help="the text itself")
+    prompt.add_argument("--prompt-file", help="a UTF-8 file with the text; - reads stdin")
+    prompt.add_argument("--question", help="asked after the text")
+    prompt.add_argument("--system", help="system message")
+    prompt.add_argument(
+        "--no-chat", action="store_true", help="no chat template: continue the text"
+    )
+
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--rate", type=float, help="compression rate (8, if no size is given)")
+    cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs to keep")
+    cache.add_argument("--method", default="kv-compress", help="compression method (%(default)s)")
+    cache.add_argument("--window", type=int, help="observation window, in queries")
+    cache.add_argument("--protected", type=int, help="newest tokens that are never evicted")
+    cache.add_argument("--sinks", type=int, help="oldest tokens that are never evicted")
+    cache.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    cache.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=8192,
+        help="longer prompts run in chunks, compressed in between (%(default)s tokens)",
+    )
+    cache.add_argument("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
+    cache.add_argument(
+        "--compress-every", type=int, metavar="N", help="compress after every N generated tokens"
+    )
+    cache.add_argument(
+        "--no-compress-on-prefill",
+        dest="on_prefill",
+        action="store_false",
+        help="write the whole prompt; leave compression to the other triggers",
+    )
+    cache.add_argument(
+        "--no-compress-before-preemption",
+        dest="before_preemption",
+        action="store_false",
+        help="do not compress when blocks run out while decoding",
+    )
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)"
+    )
+    sampling.add_argument("--top-k", type=int, default=0, help="0 for all (%(default)s)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
+    sampling.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout, all else on stderr"
+    )
+    output.add_argument("--plot", metavar="FILE", help="picture of the KVs each layer × head kept")
+    return parser.parse_args(arguments)
+
+
+def read_prompt(options: argparse.Namespace) -> tuple[str, str | None]:
+    """The text and the question."""
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UserError("--prompt and --prompt-file: give one of them")
+    if options.prompt_file is not None:
+        text = _read_text(options.prompt_file)
+    elif options.prompt is not None:
+        text = options.prompt
+    else:
+        from pydoc_data.topics import topics
+
+        return topics[TOPIC], options.question or QUESTION
+    if not text.strip() and not (options.question or "").strip():
+        raise UserError("the prompt is empty: give --prompt, --prompt-file or --question")
+    return text, options.question
+
+
+def _read_text(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8 (byte {error.start}): convert it, for instance with iconv"
+        ) from error
+    except IsADirectoryError as error:
+        raise UserError(f"{name} is a folder: give a text file") from error
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror}") from error
+
+
+def tokenise(options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """The prompt's tokens, through the model's chat template if it has one."""
+    text, question = read_prompt(options)
+    content = "\n\n".join(part for part in (text, question) if part)
+    if options.no_chat:
+        return tokenizer.encode(content, add_bos=tokenizer.adds_bos)
+    messages = [{"role": "user", "content": content}]
+    if options.system:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return tokenizer.chat(messages)
+
+
+def report(generation: Any, runner: Any, model: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    """Everything there is to say about a run, as one JSON object."""
+    prefill, cache = generation.prefill, runner.cache
+    decoded = max(0, len(generation.tokens) - 1)
+    block = cache.block_bytes
+    compression = runner.compression
+    return {
+        "model": model.config.name,
+        "weights": model.source,
+        "method": compression.method,
+        "rate": compression.rate,
+        "max_cache_tokens": compression.cap(len(generation.prompt), runner.config.block_size),
+        "dtype": str(cache.k.dtype),
+        "block_size": cache.block_size,
+        "prompt_tokens": len(generation.prompt),
+        "generated_tokens": len(generation.tokens),
+        "finish_reason": generation.finish_reason or "interrupted",
+        "text": generation.text,
+        "kvs_before": prefill.kvs_before,
+        "kvs_after": prefill.kvs_after,
+        "blocks_before": prefill.blocks_before,
+        "blocks_after": prefill.blocks_after,
+        "bytes_before": prefill.blocks_before * block,
+        "bytes_after": prefill.blocks_after * block,
+        "achieved_rate": prefill.kvs_before / prefill.kvs_after,
+        "pool_bytes": cache.num_blocks * block,
+        "peak_blocks": runner.peak_blocks,
+        "budget_shortfall_blocks": prefill.shortfall,
+        "blocks_evicted_decoding": generation.blocks_evicted_decoding,
+        "kept_per_layer_head": prefill.kept.tolist(),
+        "seconds": seconds,
+        "prefill_tokens_per_second": len(generation.prompt) / seconds["prefill"],
+        "decode_tokens_per_second": decoded / seconds["decode"] if seconds["decode"] else None,
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The closing table, on stderr."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    kept = np.asarray(result["kept_per_layer_head"])
+    layers = kept.sum(axis=1)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 100)
+
+    def spread(values) -> str:
+        return f"{values.min():,} / {np.median(values):,.0f} / {values.max():,}"
+
+    def size(count: int) -> str:
+        return f"{count / 1e6:,.1f} MB"
+
+    asked = f"rate {result['rate']:g}" if result["rate"] else f"{result['max_cache_tokens']} tokens"
+    if result["max_cache_tokens"] is None:
+        asked = "nothing evicted"
+    title = f"{result['model']}, {result['method']}, {asked}"
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in ("cache", "before compression", "after", "smaller by"):
+        table.add_column(name, justify="left" if name == "cache" else "right")
+    for name, key in (("KVs", "kvs"), ("blocks", "blocks"), ("bytes", "bytes")):
+        before, after = result[f"{key}_before"], result[f"{key}_after"]
+        form = size if key == "bytes" else "{:,}".format
+        table.add_row(name, form(before), form(after), f"{before / after:.2f}×")
+    console.print(table)
+    facts = Table(show_header=False, show_edge=False, box=None)
+    facts.add_row("KVs kept per head, smallest / median / largest", spread(kept))
+    facts.add_row("KVs kept per layer, smallest / median / largest", spread(layers))
+    facts.add_row("pool allocated on the device", size(result["pool_bytes"]))
+    facts.add_row("prompt tokens", f"{result['prompt_tokens']:,}")
+    ended = result["finish_reason"]
+    facts.add_row("generated tokens", f"{result['generated_tokens']:,} (ended by: {ended})")
+    if result["budget_shortfall_blocks"]:
+        facts.add_row("blocks over the budget", f"{result['budget_shortfall_blocks']:,}")
+    if result["blocks_evicted_decoding"]:
+        facts.add_row("blocks evicted while decoding", f"{result['blocks_evicted_decoding']:,}")
+    for name, value in result["seconds"].items():
+        rate = result.get(f"{name}_tokens_per_second")
+        speed = f", {rate:,.1f} tokens/s" if rate else ""
+        facts.add_row(name, f"{value:.2f} s{speed}")
+    console.print(facts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    progress = Progress()
+    start = time.perf_counter()
+    import jax
+    import numpy as np
+
+    from kvjax.cache import CompressionConfig
+    from kvjax.engine import SamplingParams
+    from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.engine.generate import Generation
+    from kvjax.engine.runner import Runner, RunnerConfig, plan_blocks
+    from kvjax.models import get_model_entry, load_model
+
+    # What can be refused without a model is refused before one is loaded.
+    rate = options.rate
+    if rate is None and options.max_cache_tokens is None and options.method != "full":
+        rate = 8.0
+    compression = CompressionConfig(
+        method=options.method,
+        rate=rate,
+        max_cache_tokens=options.max_cache_tokens,
+        window=options.window,
+        protected=options.protected,
+        sinks=options.sinks,
+        on_prefill=options.on_prefill,
+        compress_every=options.compress_every,
+        before_preemption=options.before_preemption,
+    )
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        max_tokens=options.max_new_tokens,
+        stop=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+    )
+    get_model_entry(options.model)
+    read = read_prompt(options)
+    options.prompt, options.prompt_file, options.question = read[0], None, read[1]
+    if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
+        raise UserError(f"--plot {options.plot}: there is no such folder")
+    enable_compilation_cache()
+
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model = load_model(
+        options.model,
+        weights=options.weights,
+        dummy_weights=options.dummy_weights,
+        dtype=dtype,
+        progress=progress,
+    )
+    seconds = {"load": time.perf_counter() - start}
+    prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
+    limit = options.context_length or model.config.max_position_embeddings
+    if len(prompt) + sampling.max_tokens > limit:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens and {sampling.max_tokens} may follow, but the "
+            f"context of {options.model} is {limit}: shorten the prompt to "
+            f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
+        )
+    every = compression.compress_every or 8
+    config = RunnerConfig(
+        max_len=len(prompt) + sampling.max_tokens,
+        block_size=options.block_size,
+        prefill_chunk=options.prefill_chunk,
+        steps_per_visit=max(n for n in range(1, 9) if every % n == 0),
+    )
+    heads = model.config.num_layers * model.config.num_kv_heads
+    if options.pool_tokens is None:
+        blocks = plan_blocks(model.config, config, compression, len(prompt), sampling.max_tokens)
+    elif options.pool_tokens < 1:
+        raise UserError(f"--pool-tokens {options.pool_tokens}: give a number of at least 1")
+    else:
+        blocks = -(-options.pool_tokens // config.block_size) * heads
+    runner = Runner(
+        model.config,
+        model.params,
+        config,
+        compression,
+        num_blocks=blocks,
+        cache_dtype=dtype,
+        eos_ids=tuple(model.tokenizer.eos_ids),
+    )
+    progress("compile")
+    runner.warm_up(len(prompt))
+    seconds["compile"] = runner.compile_seconds
+
+    def show_chunk(done: int) -> None:
+        progress("prefill", done, len(prompt))
+
+    generation = Generation(runner, model.tokenizer, prompt, sampling, on_prefill=show_chunk)
+    progress("prefill")
+    status = 0
+    try:
+        prefill = generation.start()
+        progress.clear()
+        text_to = sys.stderr if options.json else sys.stdout
+        for piece in generation:
+            print(piece, end="", file=text_to, flush=True)
+    except KeyboardInterrupt:
+        progress.clear()
+        if generation.prefill is None:
+            raise
+        prefill, status = generation.prefill, 130
+    print(file=sys.stderr if options.json else sys.stdout, flush=True)
+    seconds["prefill"] = prefill.prefill_seconds
+    seconds["compress"] = generation.compress_seconds
+    seconds["decode"] = generation.decode_seconds
+    result = report(generation, runner, model, seconds)
+    print_table(result)
+    if options.plot is not None:
+        from kvjax.eval.plots import plot_kept
+
+        title = f"{result['model']}, {result['method']}, {result['achieved_rate']:.1f}× fewer KVs"
+        plot_kept(prefill.kept, title, options.plot)
+    if options.json:
+        print(json.dumps(result, ensure_ascii=False))
+    if generation.finish_reason == "pool":
+        raise UserError(
+            f"the pool of {blocks} blocks was full after {len(generation.tokens)} tokens and "
+            "nothing more may be evicted: give a larger --pool-tokens or a higher rate"
+        )
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(main))

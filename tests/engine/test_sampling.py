@@ -1,0 +1,72 @@
+"""Sampling: each setting against the definition, and independence of the batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.engine.sampling import SamplingParams, init_sampling, sample, set_sampling
+from kvjax.errors import UserError
+
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)) * 2, jnp.float32)
+
+
+def draws(params: SamplingParams, count: int = 4000) -> np.ndarray:
+    state = set_sampling(init_sampling(1), 0, params)
+    step = jax.jit(jax.vmap(lambda at: sample(LOGITS, state, at[None])[0]))
+    return np.asarray(step(jnp.arange(count, dtype=jnp.int32)))
+
+
+def test_greedy_takes_the_first_of_the_likeliest():
+    scores = jnp.asarray([[0.0, 3.0, 3.0, 1.0]])
+    assert int(sample(scores, init_sampling(1), jnp.zeros(1, jnp.int32))[0]) == 1
+
+
+def test_temperature_follows_the_softmax():
+    seen = np.bincount(draws(SamplingParams(temperature=1.0), 20000), minlength=50) / 20000
+    np.testing.assert_allclose(seen, jax.nn.softmax(LOGITS[0]), atol=0.012)
+
+
+def test_top_k_top_p_and_min_p_keep_the_right_tokens():
+    probability = np.asarray(jax.nn.softmax(LOGITS[0]))
+    order = np.argsort(-probability)
+    assert set(draws(SamplingParams(temperature=1, top_k=5))) == set(order[:5])
+    assert set(draws(SamplingParams(temperature=1, top_k=1))) == {order[0]}
+    count = int(np.searchsorted(np.cumsum(probability[order]), 0.6)) + 1
+    assert set(draws(SamplingParams(temperature=1, top_p=0.6))) == set(order[:count])
+    assert set(draws(SamplingParams(temperature=1, top_p=1e-6))) == {order[0]}
+    wanted = set(np.flatnonzero(probability >= 0.3 * probability.max()))
+    assert set(draws(SamplingParams(temperature=1, min_p=0.3))) == wanted
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    params = SamplingParams(temperature=1.0, seed=7)
+    alone = draws(params, 16)
+    batch = init_sampling(3)
+    for slot, p in enumerate((SamplingParams(temperature=2.0, top_k=3), params, SamplingParams())):
+        batch = set_sampling(batch, slot, p)
+    for at in range(16):
+        position = jnp.asarray([3, at, 9], jnp.int32)
+        assert int(sample(jnp.repeat(LOGITS, 3, 0), batch, position)[1]) == alone[at]
+    assert (draws(dataclasses.replace(params, seed=8), 16) != alone).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", 2.0),
+        ("max_tokens", 0),
+        ("seed", -1),
+        ("stop", ("",)),
+    ],
+)
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(UserError, match=name):
+        SamplingParams(**{name: value})
