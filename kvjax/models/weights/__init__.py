@@ -16,10 +16,11 @@ from kvjax.models.config import LlamaConfig
 from kvjax.models.hub import Progress
 from kvjax.models.weights.fill import ParamPath, fill_params
 from kvjax.models.weights.gguf import GGUFSource, config_from_gguf
+from kvjax.models.weights.orbax import is_orbax, load_orbax, read_config, save_orbax
 from kvjax.models.weights.safetensors import SafetensorsSource
 from kvjax.models.weights.source import TensorSource
 
-__all__ = ["load_params", "config_from_gguf", "Progress"]
+__all__ = ["load_params", "save_orbax", "config_from_gguf", "Progress"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Fields that have to agree when a model is asked for by name and its weights are given.
@@ -47,7 +48,7 @@ def load_params(
     """Loads a checkpoint, streaming: host memory stays at the weights in `dtype` plus 1 GB.
 
     Args:
-        path: a folder with safetensors and config.json, or a GGUF file.
+        path: a folder with safetensors and config.json, a GGUF file, or an Orbax checkpoint.
         config: what the checkpoint has to be. Its shapes must agree; its name is kept; the rest
             (rotary base and scaling, epsilon, context) is the checkpoint's. It stands in for a
             missing config.json. None takes the checkpoint as it is.
@@ -67,11 +68,15 @@ def load_params(
     wanted = np.dtype(dtype)
     if wanted.name not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {wanted.name}")
-    source = _open_source(Path(path), config)
+    folder = Path(path)
+    if is_orbax(folder):
+        found = _agreed(read_config(folder), config, folder)
+        return found, load_orbax(
+            folder, found, wanted, progress, stacked=stacked, shardings=shardings
+        )
+    source = _open_source(folder, config)
     try:
-        found = source.config
-        if config is not None:
-            found = _agreed(found, config, source.path)
+        found = _agreed(source.config, config, source.path)
         return found, fill_params(
             source, found, wanted, progress, stacked=stacked, shardings=shardings
         )
@@ -79,7 +84,10 @@ def load_params(
         source.close()
 
 
-def _agreed(found: LlamaConfig, wanted: LlamaConfig, path: Path) -> LlamaConfig:
+def _agreed(found: LlamaConfig, wanted: LlamaConfig | None, path: Path) -> LlamaConfig:
+    """What the checkpoint says, under the name that was asked for; their shapes are equal."""
+    if wanted is None:
+        return found
     for field in _SHAPE_FIELDS:
         have, want = getattr(found, field), getattr(wanted, field)
         if have != want:

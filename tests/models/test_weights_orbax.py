@@ -1,0 +1,261 @@
+"""Orbax checkpoints: round trips, casts, shardings, atomic writing, bad folders."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.errors import UserError
+from kvjax.models.config import MODELS, RopeScaling, config_from_hf
+from kvjax.models.llama import abstract_params, init_params, logical_axes
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.weights import load_params, orbax, save_orbax
+from kvjax.models.weights.orbax import config_to_hf
+from tests.models.checkpoints import (
+    CONFIG,
+    assert_params,
+    expected_params,
+    random_tensors,
+    write_folder,
+    write_gguf,
+)
+
+
+@pytest.fixture(scope="module")
+def original() -> nnx.State:
+    return init_params(CONFIG, "float32", seed=3)
+
+
+@pytest.fixture(scope="module")
+def saved(original: nnx.State, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_orbax(tmp_path_factory.mktemp("orbax") / "model", CONFIG, original)
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def failure(path: Path, **arguments: Any) -> str:
+    """The message of the UserError that loading gives, one line."""
+    with pytest.raises(UserError) as caught:
+        load_params(path, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+@pytest.mark.parametrize("config", [entry.config for entry in MODELS.values()], ids=list(MODELS))
+def test_config_round_trip(config: Any) -> None:
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("saved_stacked", [True, False])
+def test_round_trip(tmp_path: Path, stacked: bool, saved_stacked: bool) -> None:
+    config = dataclasses.replace(
+        CONFIG, attention_bias=True, rope_scaling=RopeScaling(8.0), tie_word_embeddings=True
+    )
+    params = init_params(config, "float32", seed=1, stacked=saved_stacked)
+    path = save_orbax(tmp_path / "deep" / "model", config, params)
+    assert [p.name for p in path.parent.iterdir()] == ["model"]
+    found, loaded = load_params(path, stacked=stacked)
+    assert found == config
+    expected = init_params(config, "float32", seed=1, stacked=stacked)
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_casts(saved: Path, original: nnx.State, dtype: str, stacked: bool) -> None:
+    seen: list[tuple[str, int, int]] = []
+    _, params = load_params(saved, None, dtype, lambda *step: seen.append(step), stacked=stacked)
+    expected = init_params(CONFIG, "float32", seed=3, stacked=stacked)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(dtype)), params, expected)
+    total = 2 * CONFIG.num_params
+    assert seen[-1] == ("load", total, total)
+
+
+def test_in_several_groups(
+    saved: Path, original: nnx.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax, "_GROUP_BYTES", 300_000)
+    _, params = load_params(saved)
+    jax.tree.map(np.testing.assert_array_equal, params, original)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_onto_devices(saved: Path, stacked: bool) -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    shardings: dict[Any, jax.sharding.Sharding] = {
+        path: jax.sharding.NamedSharding(
+            mesh, jax.sharding.PartitionSpec(*("x" if a == "kv_heads" else None for a in axes))
+        )
+        for path, axes in logical_axes(CONFIG, stacked).items()
+    }
+    _, params = load_params(saved, stacked=stacked, shardings=shardings)
+    expected = init_params(CONFIG, "float32", seed=3, stacked=stacked)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    for path, leaf in nnx.to_flat_state(params):
+        assert leaf[...].sharding.is_equivalent_to(shardings[path], leaf[...].ndim)
+
+
+def test_from_safetensors_with_tokenizer_files(tmp_path: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    source = write_folder(tmp_path / "source", CONFIG, tensors)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text('{"a": 1}')
+    (source / "README.md").write_text("not this")
+    config, params = load_params(source)
+    path = save_orbax(tmp_path / "orbax", config, params, source)
+    assert sorted(p.name for p in path.iterdir()) == [
+        "config.json",
+        "params",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    _, loaded = load_params(path)
+    assert_params(loaded, expected_params(CONFIG, tensors))
+
+
+def test_tokenizer_of_a_gguf_file(tmp_path: Path) -> None:
+    """The metadata of a GGUF file, without its tensors, carry the tokenizer."""
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.merges": ["<0> <1>"],
+        "tokenizer.ggml.token_type": [4] * CONFIG.vocab_size,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    source = write_gguf(tmp_path / "m.gguf", CONFIG, random_tensors(CONFIG), metadata=metadata)
+    config, params = load_params(source)
+    path = save_orbax(tmp_path / "orbax", config, params, source)
+    original, copied = Tokenizer.from_path(source), Tokenizer.from_path(path)
+    text = "<3><4><5><6><7><8>"
+    assert copied.encode(text) == original.encode(text) == list(range(3, 9))
+    assert copied.eos_ids == original.eos_ids
+    # And it is passed on from checkpoint to checkpoint.
+    config, params = load_params(path)
+    again = save_orbax(tmp_path / "again", config, params, path)
+    assert (again / "tokenizer.gguf").read_bytes() == (path / "tokenizer.gguf").read_bytes()
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+def test_no_overwriting_unless_asked(folder: Path, original: nnx.State) -> None:
+    other = init_params(CONFIG, "float32", seed=4)
+    with pytest.raises(UserError, match="exists already"):
+        save_orbax(folder, CONFIG, other)
+    jax.tree.map(np.testing.assert_array_equal, load_params(folder)[1], original)
+    save_orbax(folder, CONFIG, other, overwrite=True)
+    jax.tree.map(np.testing.assert_array_equal, load_params(folder)[1], other)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_failed_write_keeps_what_was_there(
+    folder: Path, original: nnx.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_in_the_array_library(*_: Any) -> NoReturn:
+        raise ValueError("RESOURCE_EXHAUSTED: write: [OS error 28: ENOSPC No space left on device]")
+
+    for broken in (full, full_in_the_array_library):
+        with monkeypatch.context() as patch:
+            patch.setattr(orbax, "_write_arrays", broken)
+            with pytest.raises(UserError, match="No space left on device") as caught:
+                save_orbax(folder, CONFIG, original, overwrite=True)
+        assert str(folder) in str(caught.value)
+        assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    jax.tree.map(np.testing.assert_array_equal, load_params(folder)[1], original)
+
+
+def test_leftovers_of_killed_processes_go(tmp_path: Path, original: nnx.State) -> None:
+    dead = tmp_path / ".model.part-999999999"
+    (dead / "params").mkdir(parents=True)
+    alive = tmp_path / f".model.part-{os.getppid()}"
+    alive.mkdir()
+    assert "no config.json" in failure(dead)
+    save_orbax(tmp_path / "model", CONFIG, original)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "model"]
+
+
+def test_unwritable_folder(tmp_path: Path, original: nnx.State) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the checkpoint"):
+        save_orbax(tmp_path / "file" / "model", CONFIG, original)
+
+
+# --- bad folders ----------------------------------------------------------------------------
+
+
+def rewrite_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_shapes_that_disagree(folder: Path) -> None:
+    rewrite_config(folder, intermediate_size=256)
+    message = failure(folder)
+    assert "layers.0.down has shape [512, 256], but the configuration says [256, 256]" in message
+    rewrite_config(folder, intermediate_size=512, num_hidden_layers=3)
+    assert "layers.2.attn_norm is missing" in failure(folder)
+    rewrite_config(folder, num_hidden_layers=1)
+    assert "no place for the array layers.1." in failure(folder)
+    rewrite_config(folder, num_hidden_layers=10**9)
+    assert "layers" in failure(folder)
+
+
+def test_another_model_than_asked_for(folder: Path) -> None:
+    asked = dataclasses.replace(CONFIG, name="asked", vocab_size=41)
+    assert "vocab_size is 40, and asked has 41" in failure(folder, config=asked)
+    assert load_params(folder, dataclasses.replace(CONFIG, name="asked"))[0].name == "asked"
+
+
+def test_missing_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    assert "no config.json" in failure(folder)
+
+
+def test_damaged(folder: Path) -> None:
+    data = [p for p in (folder / "params").rglob("*") if p.is_file() and p.stat().st_size > 10_000]
+    assert data
+    for file in data:
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+    assert "is damaged" in failure(folder)
+    for file in data:
+        file.unlink()
+    assert "is damaged" in failure(folder)
+    shutil.rmtree(folder / "params")
+    (folder / "params").mkdir()
+    assert "no readable Orbax checkpoint" in failure(folder)
+
+
+def test_nan_is_named(tmp_path: Path) -> None:
+    params = init_params(CONFIG, "float32")
+    norm = dict(nnx.to_flat_state(params))[("final_norm",)]
+    norm[...] = norm[...].at[3].set(jnp.nan)
+    path = save_orbax(tmp_path / "model", CONFIG, params)
+    assert "final_norm holds NaN" in failure(path)
+
+
+def test_structure_is_that_of_the_model(saved: Path) -> None:
+    for stacked in (True, False):
+        _, params = load_params(saved, stacked=stacked)
+        abstract = abstract_params(CONFIG, jnp.float32, stacked)
+        assert jax.tree.structure(params) == jax.tree.structure(abstract)
