@@ -1,0 +1,91 @@
+"""The engine's compiled steps change the cache in place too, and never ask the host."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax.cache.methods import get_method
+from kvjax.engine import steps
+from kvjax.engine.sampling import init_sampling
+from kvjax.models.config import LlamaConfig
+from kvjax.models.llama import abstract_params
+from tests.cache.programs import Shapes, abstract_cache, equations, pool_bytes, unchecked
+
+SHAPES = Shapes(S=8, L=8, H=2, M=128, N=12007, d=64)  # no other axis has this many blocks
+MODEL = LlamaConfig(
+    name="tiny",
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=SHAPES.L,
+    num_heads=2 * SHAPES.H,
+    num_kv_heads=SHAPES.H,
+    head_dim=SHAPES.d,
+)
+METHODS = ("full", "kv-compress-continual", "kv-compress-full-l2")
+
+
+def decode(method: str) -> tuple:
+    """The decode loop with the cache first."""
+    with unchecked():
+        state = steps.DecodeState(
+            token=jnp.zeros(SHAPES.S, jnp.int32),
+            active=jnp.zeros(SHAPES.S, bool),
+            remaining=jnp.zeros(SHAPES.S, jnp.int32),
+            stop_at_eos=jnp.zeros(SHAPES.S, bool),
+            sampling=init_sampling(SHAPES.S),
+        )
+
+    def step(cache, params, state, eos):
+        run = partial(steps.decode_steps, MODEL, get_method(method), 4)
+        return run(params, cache, state, eos)
+
+    params = abstract_params(MODEL, jnp.float32)
+    return step, (abstract_cache(SHAPES), params, state, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+def chunk(method: str) -> tuple:
+    """The next chunk of a prompt with the cache first."""
+
+    def step(cache, params, slot, tokens, length):
+        run = partial(steps.prefill_chunk, MODEL, get_method(method))
+        return run(params, cache, slot, tokens, length)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32)
+    params = abstract_params(MODEL, jnp.float32)
+    return step, (abstract_cache(SHAPES), params, number, tokens, number)
+
+
+@pytest.mark.parametrize(
+    ("step", "method"),
+    [(decode, METHODS[0]), (decode, METHODS[1]), (chunk, METHODS[1]), (chunk, METHODS[2])],
+)
+def test_steps_copy_no_pool(step, method):
+    fn, args = step(method)
+    with unchecked():
+        analysis = jax.jit(fn, donate_argnums=0).lower(*args).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.alias_size_in_bytes >= pool_bytes(args[0])
+    assert analysis.temp_size_in_bytes < pool_bytes(args[0]) / 10
+
+
+IN_PLACE = {"scatter", "scatter-add", "scan", "while", "cond", "jit", "pjit"}
+
+
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_a_decode_step_passes_over_no_pool_and_calls_nobody_back(method):
+    fn, args = decode(method)
+    with unchecked():
+        jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    made = {
+        e.primitive.name
+        for e in equations(jaxpr)
+        for o in e.outvars
+        if getattr(o.aval, "shape", ())[:2] == (SHAPES.N, SHAPES.b)
+    }
+    assert made <= IN_PLACE
+    names = {e.primitive.name for e in equations(jaxpr)}
+    assert not [n for n in names if "callback" in n or "feed" in n]
