@@ -11,6 +11,7 @@ Other models, prompts and methods:
         --question "Who signed it?"
     python scripts/decode.py --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
         --max-cache-tokens 1024 --prompt-file book.txt --question "Who is Ishmael?"
+    python scripts/decode.py --weights ./any-llama --prompt "Once upon a time" --no-chat
     cat notes.txt | python scripts/decode.py --prompt-file - --question "Summarise." --json
     python scripts/decode.py --method kv-compress-w32-l2 --rate 16 --plot kept.png
     python scripts/decode.py --method full
@@ -36,7 +37,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default="smollm2-135m", help="name of a model (%(default)s)")
+    model.add_argument(
+        "--model", help="name of a model (what --weights holds; without both, smollm2-135m)"
+    )
     model.add_argument(
         "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
     )
@@ -278,7 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
         stop=tuple(options.stop),
         ignore_eos=options.ignore_eos,
     )
-    get_model_entry(options.model)
+    if options.model is not None:
+        get_model_entry(options.model)
     read = read_prompt(options)
     options.prompt, options.prompt_file, options.question = read[0], None, read[1]
     if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
@@ -299,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     if len(prompt) + sampling.max_tokens > limit:
         raise UserError(
             f"the prompt has {len(prompt)} tokens and {sampling.max_tokens} may follow, but the "
-            f"context of {options.model} is {limit}: shorten the prompt to "
+            f"context of {model.config.name} is {limit}: shorten the prompt to "
             f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
         )
     every = compression.compress_every or 8

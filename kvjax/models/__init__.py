@@ -13,6 +13,8 @@ from kvjax.models.llama import init_params
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
 from kvjax.models.weights import load_params
 
+DEFAULT_MODEL = "smollm2-135m"
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
@@ -26,7 +28,7 @@ class LoadedModel:
 
 
 def load_model(
-    name: str = "smollm2-135m",
+    name: str | None = None,
     *,
     weights: str | os.PathLike[str] | None = None,
     dummy_weights: bool = False,
@@ -34,10 +36,11 @@ def load_model(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoadedModel:
-    """Load a model by name.
+    """Load a model by name, from its weights, or both.
 
     Args:
-        name: a name of `MODELS`.
+        name: a name of `MODELS`. By default whatever `weights` holds; without weights,
+            `DEFAULT_MODEL`.
         weights: a folder, hub id, GGUF file or Orbax checkpoint; by default the model's own place.
         dummy_weights: random weights of the true shapes; a tokenizer is used if `weights` has one,
             else every byte of a text is a token.
@@ -48,20 +51,24 @@ def load_model(
     Raises:
         UserError: unknown name; weights that are missing, damaged or do not fit the model.
     """
-    entry = get_model_entry(name)
+    if name is None and (weights is None or dummy_weights):
+        name = DEFAULT_MODEL
+    config = None if name is None else get_model_entry(name).config
     # On CPU, XLA would copy each layer out of a stacked array before it multiplies by it.
     stacked = jax.default_backend() != "cpu"
     if dummy_weights:
+        assert config is not None
         tokenizer = ByteTokenizer() if weights is None else Tokenizer.from_path(weights)
-        params = init_params(entry.config, dtype, seed, stacked=stacked)
-        return LoadedModel(entry.config, params, tokenizer, "dummy weights")
-    path = resolve_weights(name, weights, progress)
+        params = init_params(config, dtype, seed, stacked=stacked)
+        return LoadedModel(config, params, tokenizer, "dummy weights")
+    path = resolve_weights(name or DEFAULT_MODEL, weights, progress)
     tokenizer = Tokenizer.from_path(path)
-    config, params = load_params(path, entry.config, dtype, progress, stacked=stacked)
+    config, params = load_params(path, config, dtype, progress, stacked=stacked)
     return LoadedModel(config, params, tokenizer, str(path))
 
 
 __all__ = [
+    "DEFAULT_MODEL",
     "MODELS",
     "ByteTokenizer",
     "LlamaConfig",

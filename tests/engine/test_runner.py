@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.engine.conftest import TINY
 
 from kvjax.cache import CompressionConfig, check_invariants, free_blocks
 from kvjax.engine import Generation, Runner, RunnerConfig, SamplingParams, plan_blocks
 from kvjax.errors import UserError
 from kvjax.models.llama import forward, logits
 from kvjax.models.tokenizer import ByteTokenizer
+from tests.engine.conftest import TINY
 
 HEADS = TINY.num_layers * TINY.num_kv_heads
 FULL = CompressionConfig(method="full")

@@ -1,0 +1,195 @@
+"""scripts/decode.py as its user meets it: what it prints, and what it says of bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax.cli import main_of
+from tests.scripts.conftest import SCRIPTS, TINY, load_script
+
+HEADS = TINY.num_layers * TINY.num_kv_heads
+TEXT = "It was the best of times, it was the worst of times. " * 12
+DECODE = load_script("decode")
+
+
+def decode(capsys, *arguments):
+    """Exit code, stdout and stderr of a run."""
+    code = main_of(DECODE.main, [str(a) for a in arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def tiny(tiny_folder, capsys):
+    """Runs the script on the tiny checkpoint."""
+
+    def run(*arguments, prompt=TEXT):
+        given = ("--weights", tiny_folder, "--max-new-tokens", 12, "--ignore-eos")
+        text = () if prompt is None else ("--prompt", prompt)
+        return decode(capsys, *given, *text, *arguments)
+
+    return run
+
+
+def test_json_says_all_there_is_to_say(tiny, tmp_path):
+    picture = tmp_path / "kept.png"
+    code, out, err = tiny("--max-cache-tokens", 64, "--json", "--plot", picture)
+    assert code == 0, err
+    result = json.loads(out)
+    length = len(TEXT.encode())
+    assert result["prompt_tokens"] == length
+    assert result["generated_tokens"] == 12
+    assert result["finish_reason"] == "length"
+    assert result["kvs_before"] == HEADS * length
+    assert result["blocks_before"] == HEADS * -(-length // 16)
+    assert result["blocks_after"] == HEADS * 64 // 16
+    block = 16 * (2 * TINY.head_dim * 4 + 8)
+    assert result["bytes_after"] == result["blocks_after"] * block
+    assert sum(map(sum, result["kept_per_layer_head"])) == result["kvs_after"]
+    assert result["achieved_rate"] == result["kvs_before"] / result["kvs_after"]
+    assert set(result["seconds"]) == {"load", "compile", "prefill", "compress", "decode"}
+    for key in ("prefill_tokens_per_second", "decode_tokens_per_second"):
+        assert result[key] > 0
+    assert result["text"] in err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_alone_goes_to_stdout(tiny):
+    code, out, err = tiny("--rate", 4)
+    assert code == 0
+    assert out.endswith("\n")
+    assert "smaller by" in err
+    assert "smaller by" not in out
+
+
+def test_a_prompt_file_and_stdin_are_the_prompt(tiny, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    from_option = tiny("--json")[1]
+    from_file = tiny("--json", "--prompt-file", file, prompt=None)[1]
+    assert json.loads(from_file)["text"] == json.loads(from_option)["text"]
+
+
+def test_the_same_seed_gives_the_same_text(tiny):
+    runs = [
+        json.loads(tiny("--json", "--temperature", 1, "--seed", seed)[1])["text"]
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_chunks_and_triggers_can_be_combined(tiny):
+    code, out, err = tiny(
+        *("--json", "--max-cache-tokens", 64, "--prefill-chunk", 128, "--compress-every", 4),
+        *("--method", "kv-compress-continual", "--sinks", 4, "--block-size", 8),
+        *("--window", 16, "--max-new-tokens", 40),
+    )
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["blocks_evicted_decoding"] > 0
+    assert result["peak_blocks"] < result["blocks_before"]
+
+
+def test_a_full_pool_ends_the_text_and_keeps_it(tiny):
+    code, out, err = tiny(
+        *("--json", "--max-cache-tokens", 64, "--pool-tokens", 64, "--max-new-tokens", 200),
+        *(
+            "--protected",
+            60,
+        ),
+    )
+    assert code == 2
+    result = json.loads(out)
+    assert result["finish_reason"] == "pool"
+    assert 1 <= result["generated_tokens"] < 200
+    assert "--pool-tokens" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "lama3-8b"), "llama3-8b"),
+        (("--method", "kv-compres"), "kv-compress"),
+        (("--rate", "0.5"), "rate 0.5"),
+        (("--rate", "nan"), "rate nan"),
+        (("--rate", "x"), "'x'"),
+        (("--rate", "8", "--max-cache-tokens", "64"), "give one of them"),
+        (("--max-cache-tokens", "0"), "max_cache_tokens 0"),
+        (("--max-cache-tokens", "4"), "smaller than the 8 tokens"),
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt", "x", "--prompt-file", "y"), "give one of them"),
+        (("--prompt", "x" * 3000), "is 2048: shorten the prompt to 2036 tokens"),
+        (("--pool-tokens", "16", "--rate", "2"), "needs"),
+        (("--pool-tokens", "0"), "--pool-tokens 0"),
+        (("--block-size", "12"), "power of two"),
+        (("--max-new-tokens", "0"), "max_tokens 0"),
+        (("--temperature", "-1"), "temperature -1.0"),
+        (("--top-p", "2"), "top_p 2.0"),
+        (("--prefill-chunk", "8"), "prefill_chunk 8"),
+        (("--plot", "/no/such/folder/kept.png"), "no such folder"),
+        (("--plot", "kept.nonsense"), "kept.nonsense"),
+        (("--compress-every", "0"), "compress_every 0"),
+        (("--nonsense",), "--nonsense"),
+    ],
+)
+def test_bad_input_gets_one_line(tiny, arguments, says):
+    prompt = None if "--prompt" in arguments else TEXT
+    code, out, err = tiny(*arguments, prompt=prompt)
+    assert code == 2
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert says in last
+    assert "Traceback" not in err
+
+
+def test_bad_files_get_one_line(tiny, tmp_path):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("caf\xe9".encode("latin-1"))
+    for name, says in (
+        (tmp_path / "missing.txt", "No such file"),
+        (tmp_path, "is a folder"),
+        (latin, "not UTF-8"),
+    ):
+        code, _, err = tiny("--prompt-file", name, prompt=None)
+        assert code == 2
+        assert says in err.strip().splitlines()[-1]
+
+
+def test_without_weights_the_ways_to_get_them_are_named(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, err = decode(capsys, "--model", "llama3.1-8b", "--rate", 32, "--prompt", "x")
+    assert code == 2
+    last = err.strip().splitlines()[-1]
+    for way in ("--weights", "hub", "--dummy-weights"):
+        assert way in last
+
+
+def test_an_interruption_leaves_text_and_table(tiny_folder):
+    command = [sys.executable, SCRIPTS / "decode.py", "--weights", tiny_folder, "--prompt", TEXT]
+    process = subprocess.Popen(
+        [*map(str, command), "--max-new-tokens", "1200", "--ignore-eos", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("prefill"):
+            break
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    if process.returncode == 130 and out:
+        result = json.loads(out)
+        assert result["finish_reason"] == "interrupted"
+        assert 1 <= result["generated_tokens"] < 1200
+    else:
+        # A fast machine may be done, a slow one may still be at the prompt.
+        assert process.returncode in (0, 130)
