@@ -147,7 +147,7 @@ class _Parser:
         self.position += count
         return self.buffer[start:end]
 
-    def number(self, code: str) -> int:
+    def number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def string(self) -> str:

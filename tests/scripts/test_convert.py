@@ -1,0 +1,177 @@
+"""scripts/convert.py: what it writes, what it refuses, and what a killed run leaves."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.models.weights import load_params
+from tests.models.checkpoints import (
+    CONFIG,
+    assert_params,
+    expected_params,
+    random_tensors,
+    write_folder,
+    write_gguf,
+)
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convert_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "source", CONFIG, random_tensors(CONFIG))
+
+
+def test_folder_to_orbax(
+    script: ModuleType, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert script.main([str(source), str(out), "--dtype", "float32"]) == 0
+    stdout, stderr = capsys.readouterr()
+    assert stdout.startswith(f"{out}: source, float32, ")
+    assert stderr == "load …\nwrite …\n"
+    config, params = load_params(out)
+    assert config.name == "source"
+    assert_params(params, expected_params(CONFIG, random_tensors(CONFIG)))
+
+
+def test_default_dtype_is_bfloat16(script: ModuleType, source: Path, tmp_path: Path) -> None:
+    assert script.main([str(source), str(tmp_path / "out"), "--quiet"]) == 0
+    _, params = load_params(tmp_path / "out")
+    _, rounded = load_params(source, dtype="bfloat16")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(np.float32)), params, rounded
+    )
+
+
+def test_gguf_to_orbax(script: ModuleType, tmp_path: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    source = write_gguf(tmp_path / "model.gguf", CONFIG, tensors)
+    out = tmp_path / "out"
+    assert script.main([str(source), str(out), "--dtype", "float32", "--quiet"]) == 0
+    _, params = load_params(out)
+    assert_params(params, expected_params(CONFIG, tensors))
+    assert (out / "tokenizer.gguf").is_file()
+
+
+def test_named_model(
+    script: ModuleType, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A known name stands for its own weights, which then have to be that model's."""
+    asked: list[object] = []
+
+    def resolve(name: str, weights: str | None, progress: object) -> Path:
+        asked.append((name, weights))
+        return source
+
+    monkeypatch.setattr(script, "resolve_weights", resolve)
+    assert script.main(["smollm2-135m", str(tmp_path / "out"), "--quiet"]) == 2
+    assert asked == [("smollm2-135m", None)]
+    assert not (tmp_path / "out").exists()
+
+
+def test_force(
+    script: ModuleType, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("data")
+    assert script.main([str(source), str(out)]) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith(f"error: {out} exists already")
+    assert "--force" in stderr
+    assert (out / "precious").exists()
+    assert script.main([str(source), str(out), "--force", "--quiet"]) == 0
+    assert not (out / "precious").exists()
+    load_params(out)
+
+
+def test_bad_source(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF\3\0\0\0")
+    for source in ("bad.gguf", "absent"):
+        assert script.main([str(tmp_path / source), str(tmp_path / "out"), "--quiet"]) == 2
+        stdout, stderr = capsys.readouterr()
+        assert stdout == ""
+        assert stderr.startswith("error: ")
+        assert stderr.count("\n") == 1
+        assert source in stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_command_line(source: Path, tmp_path: Path) -> None:
+    """As a person runs it: exit codes, one line of error, no traceback."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(SCRIPT), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    help_text = run("--help")
+    assert help_text.returncode == 0
+    assert "python scripts/convert.py smollm2-135m" in help_text.stdout
+    bad = run(str(tmp_path / "absent"), str(tmp_path / "out"))
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("error: ")
+    assert bad.stderr.count("\n") == 1
+
+
+def test_killed_run_leaves_nothing_that_loads(
+    script: ModuleType, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "result" / "out"
+    code = textwrap.dedent(
+        f"""
+        import runpy, sys, time
+        from kvjax.models.weights import orbax
+
+        write = orbax._write_arrays
+        def slow(*arguments):
+            write(*arguments)
+            print("written", flush=True)
+            time.sleep(60)
+        orbax._write_arrays = slow
+        sys.argv = ["convert.py", {str(source)!r}, {str(out)!r}]
+        runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.send_signal(signal.SIGKILL)
+    assert not out.exists()
+    (left,) = out.parent.iterdir()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_params(left)
+    time.sleep(0.05)
+    assert script.main([str(source), str(out), "--quiet"]) == 0
+    assert list(out.parent.iterdir()) == [out]
+    load_params(out)
