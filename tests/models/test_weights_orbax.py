@@ -184,6 +184,17 @@ def test_failed_write_keeps_what_was_there(
     jax.tree.map(np.testing.assert_array_equal, load_params(folder)[1], original)
 
 
+def test_full_disk_is_seen_before(
+    folder: Path, original: nnx.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
+    with pytest.raises(UserError, match=r"takes 21 MB and 5 MB are free") as caught:
+        save_orbax(folder, CONFIG, original, overwrite=True)
+    assert str(folder) in str(caught.value)
+    jax.tree.map(np.testing.assert_array_equal, load_params(folder)[1], original)
+
+
 def test_leftovers_of_killed_processes_go(tmp_path: Path, original: nnx.State) -> None:
     dead = tmp_path / ".model.part-999999999"
     (dead / "params").mkdir(parents=True)

@@ -87,6 +87,7 @@ def save_orbax(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(target)
+        _require_space(target, params)
         work.mkdir()
         try:
             _write_arrays(work / _PARAMS, _tree(config, params))
@@ -207,6 +208,17 @@ def _write_arrays(path: Path, tree: dict[str, Any]) -> None:
         context.memory.write_concurrent_bytes = _GROUP_BYTES
     with context:
         ocp.save(str(path), tree)
+
+
+def _require_space(target: Path, params: nnx.State) -> None:
+    # Orbax reports a disk that fills up in hundreds of lines, from its own threads.
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) + (1 << 24)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise UserError(
+            f"cannot write the checkpoint {target}: it takes {needed / 1e6:.0f} MB and "
+            f"{free / 1e6:.0f} MB are free; choose another folder or a smaller dtype"
+        )
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
