@@ -9,7 +9,14 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.kernels import paged_attention
-from tests.cache.pair import Geometry, adopt_order, assert_same, assert_well_formed, heads_of
+from tests.cache.pair import (
+    Geometry,
+    adopt_order,
+    assert_same,
+    assert_well_formed,
+    heads_of,
+    jitted,
+)
 from tests.cache.programs import Shapes, pool_bytes, programs, unchecked
 from tests.oracle import OracleCache, attend
 
@@ -28,6 +35,36 @@ def test_temporaries_are_small_and_the_pool_is_aliased(name):
     if program.gives_cache:
         assert analysis.alias_size_in_bytes >= pool
         assert analysis.output_size_in_bytes < 1.01 * pool
+
+
+def test_donated_operations_give_the_same():
+    """Changing the cache in place changes nothing else: a short history with and without."""
+
+    def history(donate: bool) -> list[bytes]:
+        def run(name):
+            plain = jitted(name)
+            return jax.jit(lambda *args: plain(*args), donate_argnums=0) if donate else plain
+
+        rng = np.random.default_rng(1)
+        tokens = rng.standard_normal((2, 2, 16, 2, 2)).astype(np.float32)
+        new = rng.standard_normal((2, 2, 3, 2, 2)).astype(np.float32)
+        metric = rng.random((2, 2, 16)).astype(np.float32)
+        write, add, shrink = run("write_prompt"), run("append"), run("compress")
+        drop = run("release")
+        cache = Geometry().init()
+        for slot in range(2):
+            cache, _ = write(cache, jnp.int32(slot), *tokens, metric, jnp.int32(15 - slot))
+        group = jnp.arange(3, dtype=jnp.int32)
+        for keep in (9, 6, 5):
+            cache, _ = add(cache, *new, jnp.asarray([True, True, False]))
+            cache, _ = shrink(cache, group, jnp.full(3, keep, jnp.int32))
+        cache, ok = write(cache, jnp.int32(2), *tokens, metric, jnp.int32(16))
+        assert ok
+        cache = drop(cache, jnp.asarray([True, False, False]))
+        kv.check_invariants(cache)
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(cache)]
+
+    assert history(donate=True) == history(donate=False)
 
 
 @pytest.mark.parametrize("name", ["append", "begin_append", "release", "write_prompt"])
