@@ -7,8 +7,11 @@ skipped by name where those files are absent.
 import importlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
+import jaxtyping
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -40,6 +43,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
 
+# The same examples in every run, so that the suite fails for the change at hand or not at all;
+# `pytest --hypothesis-profile=default` draws new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
@@ -66,3 +74,11 @@ def smollm2_path() -> Path:
         if path.is_file():
             return path
     pytest.skip("SmolLM2-135M-Instruct GGUF not cached (python -m kvjax.models.hub smollm2-135m)")
+
+
+@pytest.fixture
+def unchecked_signatures() -> Iterator[None]:
+    """Leaves signatures unchecked, for tests of what a function itself says to wrong arguments."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

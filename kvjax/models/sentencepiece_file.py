@@ -7,6 +7,7 @@ its fields say all that encoding and decoding need.
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import no_type_check
 
 from kvjax.errors import UserError
 
@@ -26,6 +27,8 @@ class SentencePieceModel:
     eos_id: int | None
 
 
+# The three below run for every field of every piece: too often to check their signatures.
+@no_type_check
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
@@ -37,6 +40,21 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise ValueError("number of more than 64 bits")
+
+
+@no_type_check
+def _signed(value: int | bytes) -> int:
+    """An int32 field: negative numbers are written as 64-bit two's complement."""
+    if not isinstance(value, int):
+        raise ValueError("number expected")
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+@no_type_check
+def _bytes(value: int | bytes) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("bytes expected")
+    return value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -59,19 +77,6 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise ValueError("field beyond the end")
         yield number, data[at : at + size]
         at += size
-
-
-def _signed(value: int | bytes) -> int:
-    """An int32 field: negative numbers are written as 64-bit two's complement."""
-    if not isinstance(value, int):
-        raise ValueError("number expected")
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _bytes(value: int | bytes) -> bytes:
-    if not isinstance(value, bytes):
-        raise ValueError("bytes expected")
-    return value
 
 
 def _piece(data: bytes) -> tuple[str, float, int]:

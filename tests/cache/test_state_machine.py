@@ -160,7 +160,7 @@ def operations(done: Counter) -> int:
 
 
 def test_thousands_of_operations():
-    done = drive(SMALL, examples=60, steps=40)
+    done = drive(SMALL, examples=70, steps=40)
     assert operations(done) >= 2000, done
     for name in ("write_prompt", "append", "allocate"):
         assert done[name], f"{name} never worked"

@@ -138,6 +138,7 @@ def test_gguf_rows_are_put_back_into_halves():
     np.testing.assert_array_equal(undo_gguf_permutation(paired, 2), halves)
 
 
+@pytest.mark.usefixtures("unchecked_signatures")
 def test_positions_must_match_tokens():
     params = llama.init_params(TINY, jnp.float32)
     with pytest.raises(ValueError, match=r"one shape \[B, T\], got \(1, 4\) and \(4,\)"):

@@ -27,9 +27,7 @@ def _stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str
     return [*(stream.push(index) for index in ids), stream.flush()]
 
 
-several = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+several = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @several
@@ -46,14 +44,11 @@ def test_any_tokens(tokenizer, data):
 def test_text_never_shows_half_a_character(tokenizer, text):
     ids = tokenizer.encode(text)
     parts = _stream(tokenizer, ids)
-    assert "".join(parts) == tokenizer.decode(ids)
-    if tokenizer.decode(ids) == text:  # SmolLM2 has no token for some bytes and drops them
+    whole = tokenizer.decode(ids)
+    assert "".join(parts) == whole
+    if whole == text:  # SmolLM2 has no token for some bytes and drops them
         assert parts[-1] == ""
         assert "".join(parts).count("\ufffd") == text.count("\ufffd")
-    so_far = ""
-    for part in parts:
-        so_far += part
-        assert tokenizer.decode(ids).startswith(so_far)
 
 
 def test_a_character_appears_with_its_last_byte():
