@@ -1,0 +1,235 @@
+"""What the engine costs on a CPU, as ratios against a peer or a bound measured in the same run.
+
+Decode and prefill of SmolLM2-135M's shapes in float32 against Hugging Face transformers on the
+same cores, the share of a prompt's prefill that compression takes, how metrics and eviction grow
+with the prompt, and the bytes that the cache holds afterwards.
+
+    python scripts/bench_cpu.py --peer-python ~/torch/bin/python --json bench.json
+    python scripts/bench_cpu.py --only compression scaling
+
+`--peer-python` is a Python that has torch and transformers (kvjax itself needs neither). Weights
+are random: only their shapes matter here. The last line is one JSON object.
+"""
+
+import argparse
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import CompressionConfig, compress, init_cache, schedule_evictions, write_prompt
+from kvjax.cli import ArgumentParser, Progress, main_of
+from kvjax.engine import Runner, RunnerConfig, SamplingParams, plan_blocks
+from kvjax.engine.compilation import enable_compilation_cache
+from kvjax.errors import UserError
+from kvjax.kernels import window_metrics
+from kvjax.models import load_model
+
+SECTIONS = ("peer", "compression", "scaling")
+PEER = Path(__file__).with_name("bench_cpu_peer.py")
+
+
+def best(run: Callable[[], Any], repeats: int) -> float:
+    """Least seconds of some runs, after one that does not count."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def make_runner(model: Any, compression: CompressionConfig, length: int, slots: int = 1) -> Runner:
+    config = RunnerConfig(num_slots=slots, max_len=length + 512)
+    blocks = slots * plan_blocks(model.config, config, compression, length, 256)
+    return Runner(model.config, model.params, config, compression, num_blocks=blocks)
+
+
+def prompt_of(model: Any, length: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, model.config.vocab_size, length).astype(np.int32)
+
+
+def measure_ours(model: Any, length: int, repeats: int, progress: Progress) -> dict[str, float]:
+    """Tokens per second of prefill and of decoding with 1 and 8 sequences, full cache."""
+    full = CompressionConfig(method="full")
+    sampling = SamplingParams(max_tokens=250, ignore_eos=True)
+    prompt = prompt_of(model, length)
+    found: dict[str, float] = {}
+    for slots in (1, 8):
+        progress(f"kvjax, {slots} sequences")
+        runner = make_runner(model, full, length, slots)
+        seconds = [runner.prefill(slot, prompt, sampling).prefill_seconds for slot in range(slots)]
+        if slots == 1:
+            seconds = []
+            for _ in range(repeats):
+                runner.finish(0)
+                seconds.append(runner.prefill(0, prompt, sampling).prefill_seconds)
+            found["prefill"] = length / min(seconds)
+        visit = runner.config.steps_per_visit
+        found[f"decode_{slots}"] = slots * visit / best(lambda r=runner: r.decode()[0], 6)
+    return found
+
+
+def compare_with_peer(options: argparse.Namespace, model: Any, progress: Progress) -> dict:
+    """Ours and transformers' speed at `--length` tokens of context."""
+    ours = measure_ours(model, options.length, options.repeats, progress)
+    result: dict[str, Any] = {"length": options.length, "kvjax_tokens_per_second": ours}
+    result["batch_8_over_batch_1"] = ours["decode_8"] / ours["decode_1"]
+    if options.peer_python is None:
+        print("no --peer-python: transformers is left out", file=sys.stderr)
+        return result
+    progress("transformers")
+    command = [options.peer_python, str(PEER), str(options.length), str(options.repeats)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise UserError(f"--peer-python {options.peer_python}: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UserError(f"--peer-python {options.peer_python} failed: {last}") from error
+    peer = json.loads(done.stdout.strip().splitlines()[-1])
+    result["peer"] = peer
+    for name in ("prefill", "decode_1"):
+        result[f"{name}_over_peer"] = ours[name] / peer[name]
+    return result
+
+
+def measure_compression(model: Any, rate: float, repeats: int, progress: Progress) -> dict:
+    """Share of a 4 k-token prompt's prefill that its compression takes, and the bytes left."""
+    length, config = 4096, model.config
+    prompt, sampling = prompt_of(model, length), SamplingParams(max_tokens=2)
+    prefill: dict[str, float] = {}
+    writing: dict[str, float] = {}
+    bytes_after = held = 0
+    for method in ("full", "kv-compress"):
+        progress(f"prefill, {method}")
+        compression = CompressionConfig(method=method, rate=None if method == "full" else rate)
+        runner = make_runner(model, compression, length)
+        runner.warm_up(length)
+        results = []
+        for _ in range(repeats):
+            results.append(runner.prefill(0, prompt, sampling))
+            runner.finish(0)
+        prefill[method] = min(r.prefill_seconds for r in results)
+        writing[method] = min(r.compress_seconds for r in results)
+        bytes_after = results[-1].blocks_after * runner.cache.block_bytes
+        held = results[-1].blocks_after * runner.cache.block_size
+    itemsize, heads = 4, config.num_layers * config.num_kv_heads
+    full_bytes = heads * length * 2 * config.head_dim * itemsize
+    one_block = heads * 16 * 2 * config.head_dim * itemsize
+    return {
+        "length": length,
+        "rate": rate,
+        "prefill_seconds": prefill,
+        "write_seconds": writing,
+        # The whole: observing, choosing and writing the survivors. The full cache writes too.
+        "share_of_prefill": writing["kv-compress"] / prefill["kv-compress"],
+        "observing_share": prefill["kv-compress"] / prefill["full"] - 1,
+        "cache_bytes": bytes_after,
+        "bytes_allowed": full_bytes / rate + one_block + 8 * held,
+    }
+
+
+def measure_scaling(model: Any, repeats: int, progress: Progress) -> list[dict]:
+    """Seconds of one layer's window metrics and of a whole eviction, by prompt length."""
+    config, rows = model.config, []
+    rng = np.random.default_rng(0)
+    for length in (1024, 2048, 4096, 8192):
+        progress(f"{length} tokens")
+        q = jnp.asarray(rng.standard_normal((8, config.num_heads, config.head_dim)), jnp.float32)
+        shape = (length, config.num_kv_heads, config.head_dim)
+        k = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        at = jnp.arange(length - 8, length, dtype=jnp.int32)
+        observe = jax.jit(lambda q, k, at: window_metrics(q, k, query_position=at))
+        heads = config.num_layers * config.num_kv_heads
+        blocks = heads * length // 16
+        cache = init_cache(
+            num_slots=1,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_blocks=blocks,
+            max_blocks_per_head=length // 16,
+        )
+        kv = jnp.zeros((config.num_layers, *shape), jnp.float32)
+        metric = jnp.asarray(rng.random((config.num_layers, config.num_kv_heads, length)))
+        write = jax.jit(write_prompt, donate_argnums=0)
+        cache, _ = write(cache, 0, kv, kv, metric.astype(jnp.float32), length)
+        slots, evict = jnp.zeros(1, jnp.int32), jnp.full(1, blocks * 7 // 8, jnp.int32)
+        schedule = jax.jit(functools.partial(schedule_evictions, protected=8))
+        whole = jax.jit(functools.partial(compress, protected=8))
+        rows.append(
+            {
+                "length": length,
+                "metrics_seconds": best(lambda f=observe, a=(q, k, at): f(*a), repeats),
+                "schedule_seconds": best(
+                    lambda f=schedule, a=(cache, slots, evict): f(*a), repeats
+                ),
+                "schedule_and_move_seconds": best(
+                    lambda f=whole, a=(cache, slots, blocks - evict): f(*a)[1], repeats
+                ),
+            }
+        )
+    for row in rows:
+        for name in ("metrics", "schedule", "schedule_and_move"):
+            per_kv = row[f"{name}_seconds"] / row["length"]
+            row[f"{name}_per_kv_over_shortest"] = (
+                per_kv * rows[0]["length"] / rows[0][f"{name}_seconds"]
+            )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer-python", help="a Python with torch and transformers")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--length", type=int, default=2048, help="context of the peer comparison")
+    parser.add_argument("--rate", type=float, default=8.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE", help="also write the JSON object to a file")
+    options = parser.parse_args(arguments)
+    if jax.default_backend() != "cpu":
+        raise UserError(f"this is a benchmark of the CPU, JAX runs on {jax.default_backend()}")
+    enable_compilation_cache()
+    progress = Progress()
+    model = load_model("smollm2-135m", dummy_weights=True)
+    result: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+    if "peer" in options.only:
+        result["peer"] = compare_with_peer(options, model, progress)
+    if "compression" in options.only:
+        result["compression"] = measure_compression(model, options.rate, options.repeats, progress)
+    if "scaling" in options.only:
+        result["scaling"] = measure_scaling(model, options.repeats, progress)
+    progress.clear()
+    print(json.dumps(result, indent=2))
+    line = json.dumps(result)
+    if options.json is not None:
+        try:
+            Path(options.json).write_text(line + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {options.json}: {error.strerror}") from error
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(main))
