@@ -28,8 +28,8 @@ from typing import Any
 from kvjax.cli import ArgumentParser, Progress, main_of
 from kvjax.errors import UserError
 
-TOPIC = "string-methods"
-QUESTION = "Which method returns a copy of the string with all the cased characters uppercase?"
+TOPIC = "debugger"
+QUESTION = "What is the command to continue execution until the next breakpoint?"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
