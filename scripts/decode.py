@@ -20,6 +20,7 @@ Other models, prompts and methods:
 
 import argparse
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -187,6 +188,7 @@ def report(generation: Any, runner: Any, model: Any, seconds: dict[str, float]) 
         "achieved_rate": prefill.kvs_before / prefill.kvs_after,
         "pool_bytes": cache.num_blocks * block,
         "peak_blocks": runner.peak_blocks,
+        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "budget_shortfall_blocks": prefill.shortfall,
         "blocks_evicted_decoding": generation.blocks_evicted_decoding,
         "kept_per_layer_head": prefill.kept.tolist(),
