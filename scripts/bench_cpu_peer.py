@@ -11,8 +11,8 @@ import os
 import sys
 import time
 
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=8192,
-        rope_theta=100000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True,
     )
     model = transformers.LlamaForCausalLM(config).eval()

@@ -320,7 +320,7 @@ class Runner:
         bucket, done = self._bucket(len(tokens)), 0
         run = self._chunk_step(bucket)
         seconds = compress_seconds = 0.0
-        shortfall, scores = 0, None
+        shortfall, scores = 0, jnp.zeros(0)
         for size in self._chunks(len(tokens)):
             chunk = tokens[done : done + size]
             padded = np.zeros(bucket, np.int32)

@@ -5,7 +5,7 @@ them with the cache donated.
 """
 
 import dataclasses
-from typing import no_type_check
+from typing import cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +266,7 @@ def decode_step(
                 q[:, 0], k_pool, v_pool, table, lengths, metric=metric, return_metric=True
             )
         else:
-            out = paged_attention(q[:, 0], k_pool, v_pool, table, lengths)
+            out = cast(jax.Array, paged_attention(q[:, 0], k_pool, v_pool, table, lengths))
         return (k_pool, v_pool, metric), out[:, None].astype(q.dtype), None
 
     positions = jnp.maximum(cache.seq_len - 1, 0)[:, None]
