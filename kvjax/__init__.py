@@ -1,3 +1,41 @@
 """kvjax: KV-cache compression on JAX, with a paged cache per (sequence, layer, KV head)."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvjax.cache import CompressionConfig, PagedCache
+    from kvjax.engine import Generation, Runner, RunnerConfig, SamplingParams
+    from kvjax.errors import UserError
+    from kvjax.models import load_model
+
+_HOMES = {
+    "CompressionConfig": "kvjax.cache",
+    "Generation": "kvjax.engine",
+    "PagedCache": "kvjax.cache",
+    "Runner": "kvjax.engine",
+    "RunnerConfig": "kvjax.engine",
+    "SamplingParams": "kvjax.engine",
+    "UserError": "kvjax.errors",
+    "load_model": "kvjax.models",
+}
+
+__all__ = [
+    "CompressionConfig",
+    "Generation",
+    "PagedCache",
+    "Runner",
+    "RunnerConfig",
+    "SamplingParams",
+    "UserError",
+    "load_model",
+]
+
+
+def __getattr__(name: str):
+    """Public names, imported when first asked for: a script's --help need not wait for JAX."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -73,16 +73,22 @@ class CompressionConfig:
             sinks=method.sinks if self.sinks is None else self.sinks,
         )
 
+    @property
+    def sized(self) -> bool:
+        """Whether there is a size to compress to: a method that evicts, and a rate or a cap."""
+        return get_method(self.method).compresses and (
+            self.rate is not None or self.max_cache_tokens is not None
+        )
+
     def cap(self, prompt_len: int, block_size: int) -> int | None:
         """Cache tokens that a sequence with such a prompt may keep; None for all of them.
 
         Raises:
             UserError: the cap is smaller than what the method protects.
         """
-        method = self.resolved
-        if not method.compresses or (self.rate is None and self.max_cache_tokens is None):
+        if not self.sized:
             return None
-        cap = self.max_cache_tokens
+        method, cap = self.resolved, self.max_cache_tokens
         if self.rate is not None:
             cap = cache_cap(prompt_len, self.rate, block_size, self.floor)
         assert cap is not None

@@ -28,6 +28,9 @@ from kvjax.engine.sampling import SamplingParams, init_sampling, sample, set_sam
 from kvjax.errors import UserError
 from kvjax.models.config import LlamaConfig
 
+NO_BUDGET = 2**31 - 1
+"""Blocks to keep where nothing is to be evicted."""
+
 PROMPT_BUCKET = 256
 """Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
 
@@ -40,8 +43,6 @@ class RunnerConfig:
     max_len: int = 8192
     """Most tokens of a sequence, prompt and generated."""
     block_size: int = 16
-    num_blocks: int | None = None
-    """Blocks of the pool; by default what `plan_blocks` asks for."""
     prefill_chunk: int = 8192
     """Longer prompts run in chunks of so many tokens, compressed in between."""
     steps_per_visit: int = 8
@@ -50,7 +51,7 @@ class RunnerConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise UserError(f"{field.name} {value}: give a whole number of at least 1")
         if self.block_size & (self.block_size - 1):
             raise UserError(f"block_size {self.block_size}: give a power of two")
@@ -179,7 +180,8 @@ class Runner:
         else:
             prompt = jax.eval_shape(self._prefill_fn(), self.params, tokens, np.int32(0))[0]
             self._prefill_step(bucket)
-            self._admit_step(prompt, bucket)
+            evicts = self.compression.on_prefill and self.compression.sized
+            self._admit_step(prompt, bucket, evicts)
         self._compress_step()
         self._decode_step()
         self._first_step()
@@ -191,9 +193,12 @@ class Runner:
         tokens = np.zeros(bucket, np.int32)
         return self._step(f"prefill {bucket}", self._prefill_fn(), self.params, tokens, np.int32(0))
 
-    def _admit_step(self, prompt: steps.PromptKV, bucket: int) -> Callable:
-        fn = functools.partial(steps.admit, method=self.method)
+    def _admit_step(self, prompt: steps.PromptKV, bucket: int, evicts: bool) -> Callable:
         zero = np.int32(0)
+        if not evicts:
+            args = (self.cache, zero, prompt)
+            return self._step(f"admit whole {bucket}", steps.admit_whole, *args, donate=(0,))
+        fn = functools.partial(steps.admit, method=self.method)
         return self._step(f"admit {bucket}", fn, self.cache, zero, prompt, zero, donate=(0,))
 
     def _chunk_step(self, bucket: int) -> Callable:
@@ -240,7 +245,10 @@ class Runner:
         Raises:
             UserError: the prompt is empty or too long, or the pool is too small for it (the slot
                 is left empty then).
+            ValueError: the slot is not empty.
         """
+        if int(self.cache.seq_len[slot]):
+            raise ValueError(f"slot: got {slot}, which holds a sequence; wanted an empty one")
         tokens = np.asarray(tokens, np.int32)
         length = len(tokens)
         if length == 0:
@@ -252,11 +260,11 @@ class Runner:
             )
         cap = self.compression.cap(length, self.config.block_size)
         whole = self.model.num_layers * self.model.num_kv_heads
-        budget = 2**31 - 1
+        budget = NO_BUDGET
         if cap is not None:
             budget = budget_blocks(cap, *_heads(self.model), self.config.block_size)
             self._caps[slot] = budget
-        keep = budget if self.compression.on_prefill else 2**31 - 1
+        keep = budget if self.compression.on_prefill else NO_BUDGET
         if length > self.config.prefill_chunk:
             result = self._prefill_in_chunks(slot, tokens, keep, on_progress)
         else:
@@ -307,14 +315,20 @@ class Runner:
         start = time.perf_counter()
         prompt, scores = jax.block_until_ready(run(self.params, padded, np.int32(length)))
         seconds = time.perf_counter() - start
-        write = self._admit_step(prompt, bucket)
+        evicts, shortfall = keep != NO_BUDGET, 0
+        write = self._admit_step(prompt, bucket, evicts)
         start = time.perf_counter()
-        self.cache, report, ok = write(self.cache, np.int32(slot), prompt, np.int32(keep))
-        if not jax.block_until_ready(ok):
+        if evicts:
+            self.cache, report, ok = write(self.cache, np.int32(slot), prompt, np.int32(keep))
+            shortfall = int(report.shortfall[0])
+        else:
+            self.cache, ok = write(self.cache, np.int32(slot), prompt)
+        if not ok:
             whole = self.model.num_layers * self.model.num_kv_heads * -(-length // b)
             raise self._too_small(slot, min(keep, whole))
+        compress_seconds = time.perf_counter() - start
         self._note_peak()
-        return scores, int(report.shortfall[0]), seconds, time.perf_counter() - start
+        return scores, shortfall, seconds, compress_seconds
 
     def _prefill_in_chunks(self, slot: int, tokens: np.ndarray, keep: int, on_progress):
         bucket, done = self._bucket(len(tokens)), 0
@@ -337,7 +351,8 @@ class Runner:
             self._note_peak()
             seconds += time.perf_counter() - start
             start = time.perf_counter()
-            shortfall = self.compress([slot], [keep])[1][0]
+            if keep != NO_BUDGET:
+                shortfall = self.compress([slot], [keep])[1][0]
             compress_seconds += time.perf_counter() - start
             done += size
             if on_progress is not None:
