@@ -224,6 +224,17 @@ def test_invariant_15_garbage():
     assert replay(1) == replay(2)
 
 
+def test_invariant_15_a_claimed_block_starts_empty():
+    """Whatever a free block held, its new owner finds metric 0 and no position in it."""
+    pair = filled([6], ROOMY)  # and garbage in every free block
+    cache, ok = jitted("allocate")(pair.cache, jnp.full((3, 2, 2), 12, jnp.int32))
+    assert ok
+    new = np.asarray(pair.cache.free & ~cache.free)
+    assert new.sum() == 3 * 12 - 2 * 4
+    assert (np.asarray(cache.metric)[new] == 0).all()
+    assert (np.asarray(cache.position)[new] == -1).all()
+
+
 @pytest.mark.parametrize("extra", [1, 3, 4])
 def test_invariant_16_ragged_last_block(extra):
     """a = 1, b - 1 and b: the first block freed costs a KVs."""
