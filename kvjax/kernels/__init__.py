@@ -1,7 +1,15 @@
 """Device code. Knows arrays only: no cache, no model."""
 
-from kvjax.kernels.paged_attention import paged_attention
+from kvjax.kernels.choice import explain
+from kvjax.kernels.paged_attention import paged_attention, plan_paged_attention
 from kvjax.kernels.prefill_attention import PagedPrefix, prefill_attention
 from kvjax.kernels.window_metrics import window_metrics
 
-__all__ = ["PagedPrefix", "paged_attention", "prefill_attention", "window_metrics"]
+__all__ = [
+    "PagedPrefix",
+    "explain",
+    "paged_attention",
+    "plan_paged_attention",
+    "prefill_attention",
+    "window_metrics",
+]

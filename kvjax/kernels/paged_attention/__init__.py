@@ -2,9 +2,13 @@
 
 import math
 
+import jax
 from jaxtyping import Array, Float, Int32
 
-from kvjax.kernels.paged_attention import reference
+from kvjax.kernels.choice import Choice, choose
+from kvjax.kernels.device import Device
+from kvjax.kernels.paged_attention import reference, spec
+from kvjax.kernels.paged_attention.worklist import WorkList
 
 
 def paged_attention(
@@ -18,36 +22,140 @@ def paged_attention(
     metric: Float[Array, "N b"] | None = None,
     return_metric: bool = False,
     implementation: str | None = None,
+    work: WorkList | None = None,
+    debug: bool | None = None,
 ) -> Float[Array, "S Hr d"] | tuple[Float[Array, "S Hr d"], Float[Array, "N b"]]:
     """Attention over the KVs that each (sequence, KV head) holds in the pool.
 
     Args:
         q: one query per sequence and query head; query head i reads KV head i // r.
-        k: pool of keys.
-        v: pool of values.
+        k: pool of keys: bfloat16, float16 or float32.
+        v: pool of values, of the same type.
         block_table: blocks of each head; entries from ⌈context_len / b⌉ on are not followed.
         context_len: KVs of each head; 0 gives an output of zeros.
         scale: factor of the logits, 1/√d by default.
         metric: pool of eviction metrics, float32; needed with `return_metric`.
         return_metric: also return the metrics with Σ p² over the query group added to each KV
-            (KV-Compress, equation 20).
-        implementation: "xla", or None to choose.
+            (KV-Compress, equation 20). A block may then belong to one head only.
+        implementation: "mosaic_gpu" (Hopper), "tpu" or "xla"; None picks by device and shape
+            (`kvjax.kernels.explain` says which and why).
+        work: what `plan_paged_attention` gave for these lengths; made here if None.
+        debug: check lengths and table entries on the host where their values are known; None
+            asks the environment variable KVJAX_DEBUG.
 
     Raises:
-        ValueError: an argument does not fit; names it, what it got and what is wanted.
+        ValueError: an argument does not fit; names it, what it got and what is wanted. Raised
+            before any device code runs.
     """
-    if implementation not in (None, "xla"):
-        raise ValueError(f"implementation: got {implementation!r}, wanted 'xla' or None")
+    chosen = choice(
+        q, k, v, block_table, context_len,
+        scale=scale, metric=metric, return_metric=return_metric, implementation=implementation,
+    )  # fmt: skip
+    if spec.debugging() if debug is None else debug:
+        spec.check_table(block_table, context_len, k.shape[0], k.shape[1])
+    metric = metric if return_metric else None
+    arguments = (q, k, v, block_table, context_len)
+    if chosen.name == "mosaic_gpu":
+        from kvjax.kernels.paged_attention import mosaic_gpu
+
+        out, metric = mosaic_gpu.paged_attention(
+            *arguments, c=chosen.config, metric=metric, work=work
+        )
+    elif chosen.name == "tpu":
+        from kvjax.kernels.paged_attention import tpu
+
+        out, metric = tpu.paged_attention(*arguments, c=chosen.config, metric=metric)
+    else:
+        out, metric = reference.paged_attention(*arguments, scale=chosen.config, metric=metric)
+    return out if metric is None else (out, metric)
+
+
+def choice(
+    q,
+    k,
+    v,
+    block_table,
+    context_len,
+    *,
+    scale: float | None = None,
+    metric=None,
+    return_metric: bool = False,
+    implementation: str | None = None,
+    **_,
+) -> Choice:
+    """The implementation of a call of `paged_attention`, from shapes alone."""
     if return_metric and metric is None:
         raise ValueError("metric: got None, wanted the pool of metrics for return_metric=True")
-    if q.shape[1] % block_table.shape[1]:
-        raise ValueError(
-            f"q: got {q.shape[1]} query heads, wanted a multiple of {block_table.shape[1]} KV heads"
-        )
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out, new_metric = reference.paged_attention(
-        q, k, v, block_table, context_len, scale=scale, metric=metric if return_metric else None
+    shape = spec.checked(q, k, v, block_table, context_len, metric if return_metric else None)
+    return _choose(shape, q, scale, return_metric, implementation)
+
+
+paged_attention.choice = choice  # type: ignore[attr-defined]
+
+
+def _choose(
+    shape: spec.Shape,
+    argument: object,
+    scale: float | None,
+    return_metric: bool,
+    implementation: str | None,
+) -> Choice:
+    scale = 1 / math.sqrt(shape.head_dim) if scale is None else scale
+
+    def mosaic_gpu(where: Device):
+        if not where.hopper:
+            raise NotImplementedError(f"device {where.kind} (wanted: compute capability 9.0)")
+        from kvjax.kernels.paged_attention import mosaic_gpu
+
+        return mosaic_gpu.config(shape, scale=scale, keep_logits=return_metric, cores=where.cores)
+
+    def tpu(where: Device):
+        if where.platform != "tpu":
+            raise NotImplementedError(f"device {where.kind}")
+        from kvjax.kernels.paged_attention import tpu
+
+        return tpu.config(shape, scale=scale, keep_logits=return_metric)
+
+    candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": lambda _: scale}
+    return choose(implementation, candidates, argument)
+
+
+def plan_paged_attention(
+    context_len: Int32[Array, "*layers S H"],
+    k: Float[Array, "N b d"],
+    *,
+    num_query_heads: int,
+    max_blocks: int,
+    return_metric: bool = False,
+    implementation: str | None = None,
+) -> WorkList | None:
+    """The work list of decode steps with these lengths, for `paged_attention(work=…)`.
+
+    It depends on the lengths alone. Made once per step for all layers (leading axes are kept, for
+    `lax.scan` to slice) it costs about what it costs for one.
+
+    Args:
+        context_len: KVs of each head.
+        k: the pool of keys that the calls will read.
+        num_query_heads, max_blocks, return_metric, implementation: as in those calls.
+
+    Returns:
+        None where the implementation needs no list.
+    """
+    num_seqs, num_heads = context_len.shape[-2:]
+    num_blocks, block_size, head_dim = k.shape
+    group = num_query_heads // num_heads
+    shape = spec.Shape(
+        num_seqs, num_heads, group, head_dim, num_blocks, block_size, max_blocks, str(k.dtype)
     )
-    if new_metric is None:
-        return out
-    return out, new_metric
+    chosen = _choose(shape, k, None, return_metric, implementation)
+    if chosen.name != "mosaic_gpu":
+        return None
+    from kvjax.kernels.paged_attention import mosaic_gpu
+
+    def build(lengths):
+        return mosaic_gpu.build_work(lengths, chosen.config)
+
+    for _ in context_len.shape[:-2]:
+        build = jax.vmap(build)
+    return build(context_len)

@@ -1,0 +1,43 @@
+"""The device that a call will run on, known while it is traced."""
+
+import dataclasses
+
+import jax
+import jax.core
+
+HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the choice of a kernel depends on."""
+
+    platform: str
+    """"cpu", "gpu" or "tpu"."""
+    kind: str
+    hopper: bool
+    """Whether it is a GPU of compute capability 9.0, the one that has `wgmma`."""
+    cores: int
+
+
+def of(array: object = None) -> Device:
+    """The device of a call with this argument.
+
+    In order: the abstract device of the current mesh (set to compile without the hardware), where
+    the array lies, JAX's default device.
+    """
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None:
+        hopper = any(name in abstract.device_kind for name in HOPPER_NAMES)
+        return Device(abstract.platform, abstract.device_kind, hopper, abstract.num_cores or 1)
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        device = min(array.devices(), key=lambda d: d.id)
+    else:
+        default = jax.config.jax_default_device
+        device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+    return Device(
+        platform=device.platform,
+        kind=device.device_kind,
+        hopper=getattr(device, "compute_capability", None) == "9.0",
+        cores=getattr(device, "core_count", None) or 1,
+    )

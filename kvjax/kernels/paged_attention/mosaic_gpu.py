@@ -1,0 +1,164 @@
+"""Paged decode attention on Hopper GPUs: shapes and calls around the Mosaic GPU kernels."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from kvjax.kernels.paged_attention import mosaic_gpu_squares as squares
+from kvjax.kernels.paged_attention import worklist
+from kvjax.kernels.paged_attention.mosaic_gpu_attend import LOG2E, TILE, Config, attend, merge
+from kvjax.kernels.paged_attention.spec import Shape, served_shape
+from kvjax.kernels.paged_attention.worklist import WorkList
+
+SHARED_MEMORY = 228 * 1024
+"""Bytes of shared memory of one multiprocessor."""
+RESERVED = 4 * 1024
+"""Bytes per program for the system, barriers and reductions across warps."""
+MAX_STAGES = 8
+HOPPER_CORES = 132
+
+
+def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int = HOPPER_CORES) -> Config:
+    """The kernel instance that serves a shape: two programs per multiprocessor, or one for
+    float32, with as many tiles in flight as fit.
+
+    Raises:
+        NotImplementedError: no instance does, with the reason.
+    """
+    served_shape(shape)
+    per_core = 1 if shape.dtype == "float32" else 2
+    draft = Config(
+        dtype=jnp.dtype(shape.dtype),
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        group=shape.group,
+        padded_group=8 if shape.group <= 8 else 16,
+        stages=1,
+        programs=per_core * cores,
+        scale=scale * LOG2E,
+        keep_logits=keep_logits,
+    )
+    if keep_logits and _num_tiles(shape) * TILE >= 2**31:
+        raise NotImplementedError(
+            f"logits of {_num_tiles(shape) * TILE} KVs, served are fewer than 2^31"
+        )
+    two = dataclasses.replace(draft, stages=2)
+    room = SHARED_MEMORY // per_core - RESERVED - draft.shared_bytes()
+    stages = 1 + room // (two.shared_bytes() - draft.shared_bytes())
+    return dataclasses.replace(draft, stages=min(MAX_STAGES, stages))
+
+
+def _num_tiles(shape: Shape) -> int:
+    """Tiles that a work list can hold: bounded by the tables, and by the pool as every block
+    belongs to one head."""
+    by_table = shape.rows * -(-shape.max_blocks * shape.block_size // TILE)
+    by_pool = -(-shape.blocks * shape.block_size // TILE) + shape.rows
+    return min(by_table, by_pool) + squares.UNIT // TILE
+
+
+def build_work(context_len: Int32[Array, "S H"], c: Config) -> WorkList:
+    """The work list of one layer."""
+    return worklist.build(context_len, TILE, c.programs)
+
+
+def _operands(q: Float[Array, "rows r d"], c: Config) -> Float[Array, "rows parts R d"]:
+    """Queries padded to R per KV head, in the tensor core's type: as they are, or two halves."""
+    q = jnp.pad(q, ((0, 0), (0, c.padded_group - c.group), (0, 0)))
+    high = q.astype(c.operand_dtype)
+    if not c.split:
+        return high[:, None]
+    low = (q.astype(jnp.float32) - high.astype(jnp.float32)).astype(c.operand_dtype)
+    return jnp.stack([high, low], axis=1)
+
+
+def paged_attention(
+    q: Float[Array, "S Hr d"],
+    k: Float[Array, "N b d"],
+    v: Float[Array, "N b d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    *,
+    c: Config,
+    metric: Float[Array, "N b"] | None = None,
+    work: WorkList | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
+    """See `kvjax.kernels.paged_attention`; `c` comes from `config`, `work` from `build_work`.
+
+    float32 pools are computed to 16 bits of mantissa. `interpret`: an `InterpretGPUParams`.
+    """
+    num_seqs, _, d = q.shape
+    num_heads, max_blocks = block_table.shape[1:]
+    rows = num_seqs * num_heads
+    if work is None:
+        work = build_work(context_len, c)
+    if (work.tile, work.num_programs) != (TILE, c.programs):
+        raise ValueError(
+            f"work: got {work.num_programs} programs and tiles of {work.tile}, wanted {c.programs} "
+            f"and {TILE}: plan with the arguments of the call"
+        )
+    table = block_table.reshape(rows, max_blocks)
+    queries = _operands(q.reshape(rows, c.group, d), c)
+    out = jax.new_ref(jnp.zeros((rows, c.group, d), k.dtype))
+    lse = jax.new_ref(jnp.zeros((rows, c.padded_group), jnp.float32))
+    call = functools.partial(
+        plgpu.kernel,
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    channels = (len(c.channels), c.channels[0][1])
+    parts = [
+        jax.ShapeDtypeStruct((2 * c.programs, *channels, c.padded_group), jnp.float32),
+        jax.ShapeDtypeStruct((2 * c.programs, c.padded_group), jnp.float32),
+    ]
+    if c.keep_logits:
+        shape = Shape(
+            num_seqs, num_heads, c.group, d, k.shape[0], k.shape[1], max_blocks, str(k.dtype)
+        )
+        parts.append(jax.ShapeDtypeStruct((c.group, _num_tiles(shape) * TILE), jnp.float32))
+
+    def attend_body(*refs, **scratch):
+        logits = () if c.keep_logits else (None,)
+        attend(*refs, *logits, **scratch, c=c)
+
+    part, part_lse, *logits = call(
+        attend_body,
+        out_type=parts,
+        grid=(c.programs,),
+        num_threads=2,
+        thread_name="thread",
+        scratch_types=c.attend_scratch(),
+        kernel_name="paged_attention",
+    )(work.heads, work.spans, table, queries, k, v, out, lse)
+    call(
+        functools.partial(merge, c=c),
+        out_type=(),
+        grid=(c.programs,),
+        scratch_types={"out_s": c.out_scratch()},
+        kernel_name="paged_attention_merge",
+    )(work.heads, work.spans, work.share, part, part_lse, out, lse)
+    if metric is not None:
+        metric_ref = jax.new_ref(metric)
+        call(
+            functools.partial(squares.add_squares, c=c),
+            out_type=(),
+            grid=(c.programs, squares.WORKERS),
+            grid_names=("program", "worker"),
+            scratch_types=squares.scratch(c),
+            kernel_name="paged_attention_squares",
+        )(
+            work.heads,
+            work.spans,
+            table,
+            logits[0].reshape(c.group, -1, c.block_size),
+            jax.freeze(lse),
+            metric_ref,
+        )
+        metric = jax.freeze(metric_ref)
+    return jax.freeze(out).reshape(q.shape), metric

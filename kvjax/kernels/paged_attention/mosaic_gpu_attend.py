@@ -1,0 +1,432 @@
+"""Mosaic GPU (Hopper) kernels of paged decode attention. `mosaic_gpu.py` calls them.
+
+`attend` streams every tile of K and V once through shared memory: one warpgroup only copies, each
+of its warps its own pages; one only computes. Both products are written transposed, with KVs and
+channels on the 64-row side of the tensor core and the few query heads on its narrow side, so that
+nothing is padded but the query heads (R = 8 or 16):
+
+    sᵀ [tile, R] = K [tile, d] · qᵀ [d, R]        outᵀ [d, R] += Vᵀ [d, tile] · pᵀ [tile, R]
+
+Logits and log-sum-exps are in units of log 2 (`scale` carries log₂ e). `merge` finishes the heads
+that several programs share.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels.paged_attention.worklist import Head, Span
+
+LOG2E = math.log2(math.e)
+WARPS = 4
+TILE = 64
+"""KVs per tile: the rows of one tensor core instruction, and the largest block size."""
+
+WGMMA = plgpu.Layout.WGMMA
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+PER_QUERY_HEAD = WGMMA.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Static description of one kernel instance."""
+
+    dtype: jnp.dtype
+    head_dim: int
+    block_size: int
+    group: int
+    """r, query heads per KV head."""
+    padded_group: int
+    """R, `group` rounded up to 8 or 16."""
+    stages: int
+    """Tiles of K and of V in flight per program."""
+    programs: int
+    scale: float
+    """Factor of the logits, log₂ e included."""
+    keep_logits: bool
+
+    @property
+    def pages(self) -> int:
+        """Pages per tile."""
+        return TILE // self.block_size
+
+    @property
+    def split(self) -> bool:
+        """Whether operands are split into two bfloat16 halves for the tensor core.
+
+        Its own float32 mode rounds operands to 11 bits; the sum of two bfloat16 keeps 16.
+        """
+        return self.dtype == jnp.float32
+
+    @property
+    def operand_dtype(self) -> jnp.dtype:
+        """Type of the tensor core's operands."""
+        return jnp.dtype(jnp.bfloat16) if self.split else self.dtype
+
+    @property
+    def parts(self) -> int:
+        """Operands per value."""
+        return 2 if self.split else 1
+
+    @property
+    def channels(self) -> tuple[tuple[int, int], ...]:
+        """(first, count) of the channel ranges that outᵀ is computed in, each a multiple of 64.
+
+        Head dimensions 80 and 96 take two ranges of 64 that overlap.
+        """
+        if self.head_dim % 64:
+            return ((0, 64), (self.head_dim - 64, 64))
+        return ((0, self.head_dim),)
+
+    def columns(self, dtype: jnp.dtype) -> int:
+        """Channels per tile of shared memory: the widest swizzle that divides a row."""
+        itemsize = jnp.dtype(dtype).itemsize
+        return next(n for n in (128, 64, 32) if self.head_dim * itemsize % n == 0) // itemsize
+
+    def _tiled(self, shape: tuple[int, ...], dtype: jnp.dtype):
+        columns = self.columns(dtype)
+        transforms = (
+            plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+            plgpu.SwizzleTransform(  # pyright: ignore[reportAbstractUsage]
+                columns * jnp.dtype(dtype).itemsize
+            ),
+        )
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    def out_scratch(self):
+        """Shared memory for the finished output of one head."""
+        shape = (len(self.channels), self.padded_group, self.channels[0][1])
+        return plgpu.SMEM(shape, self.dtype)
+
+    def attend_scratch(self) -> dict:
+        """Shared memory and barriers of `attend`."""
+        r, d, stages, parts = self.padded_group, self.head_dim, self.stages, self.parts
+        operand = self.operand_dtype
+        return {
+            "q_s": self._tiled((2, parts, r, d), operand),
+            "k_s": self._tiled((stages, TILE, d), self.dtype),
+            "v_s": self._tiled((stages, TILE, d), self.dtype),
+            "split_s": self._tiled((parts, TILE, d), operand) if self.split else None,
+            "p_s": self._tiled((parts, r, TILE), operand),
+            "out_s": self.out_scratch(),
+            "logits_s": plgpu.SMEM((2, r, TILE), jnp.float32) if self.keep_logits else None,
+            "q_full": plgpu.Barrier(num_barriers=2),
+            "q_free": plgpu.Barrier(num_barriers=2),
+            "k_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
+            "v_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
+            "free": plgpu.Barrier(num_barriers=stages),
+        }
+
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of `attend`, without barriers."""
+        refs = [
+            x for x in self.attend_scratch().values() if isinstance(x, type(self.out_scratch()))
+        ]
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in refs)
+
+
+def _repeat(x, like):
+    """A value per query head, for every row of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [1])
+
+
+def _full(shape, value, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _row_iota(shape):
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+
+
+def _before(tile, end):
+    """A tile with the rows from `end` on set to zero."""
+    return jnp.where(_row_iota(tile.shape) < end, tile, jnp.zeros_like(tile))
+
+
+def _product(shape, pairs):
+    """Σ a · b over pairs of tiles in shared memory, in float32."""
+
+    def accumulate(acc):
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def _pairs(a, b, c: Config):
+    """Parts of two operands whose products count: low · low does not."""
+    used = [(0, 0), (0, 1), (1, 0)] if c.split else [(0, 0)]
+    return [(a(i), b(j)) for i, j in used]
+
+
+def _store_parts(ref, value, c: Config):
+    """Store a float32 value as tensor core operands: rounded, or as two halves."""
+    high = value.astype(c.operand_dtype)
+    ref[0] = high
+    if c.split:
+        ref[1] = (value - high.astype(jnp.float32)).astype(c.operand_dtype)
+
+
+def attend(
+    heads,  # [rows, 4] i32
+    spans,  # [P, 4] i32
+    table,  # [rows, M] i32
+    q,  # [rows, parts, R, d]
+    k,  # [N, b, d]
+    v,  # [N, b, d]
+    out,  # [rows, r, d], whole heads
+    lse,  # [rows, R] f32, whole heads
+    part,  # [2P, ranges, channels, R] f32, shared heads: 2p ends in program p, 2p + 1 begins there
+    part_lse,  # [2P, R] f32
+    logits,  # [r, line] f32, or None
+    *,
+    q_s,  # [2, parts, R, d]
+    k_s,  # [stages, tile, d]
+    v_s,  # [stages, tile, d]
+    split_s,  # [parts, tile, d], or None
+    p_s,  # [parts, R, tile]
+    out_s,  # [ranges, R, channels]
+    logits_s,  # [2, R, tile] f32, or None
+    q_full,
+    q_free,
+    k_full,
+    v_full,
+    free,
+    c: Config,
+):
+    """Attention of one stretch of the work list; see the module."""
+    program = lax.axis_index("program")
+    span = Span.read(spans, program)
+
+    # One warpgroup copies.
+
+    def copy_page(row, length, t, slot, j):
+        page_index = t * c.pages + j
+        token = page_index * c.block_size
+        inside = pl.ds(j * c.block_size, c.block_size)
+
+        @pl.when(token < length)
+        def _copy():
+            page = table[row, page_index]
+            plgpu.copy_gmem_to_smem(k.at[page], k_s.at[slot, inside], k_full.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[page], v_s.at[slot, inside], v_full.at[slot])
+
+        # The barriers count pages, so one beyond the head's end arrives without a copy.
+        @pl.when(token >= length)
+        def _skip():
+            plgpu.barrier_arrive(k_full.at[slot])
+            plgpu.barrier_arrive(v_full.at[slot])
+
+    def copy_tile(t, step, *, head, warp):
+        slot = lax.rem(step, c.stages)
+
+        @pl.when(step >= c.stages)
+        def _wait():
+            plgpu.barrier_wait(free.at[slot])
+
+        for j in range(c.pages):
+            copy = functools.partial(copy_page, head.row, head.length, t, slot, j)
+            pl.when(warp == j % WARPS)(copy)
+        return step + 1
+
+    def copy_head(i, step, *, warp):
+        head = Head.read(heads, span.first + i, span, TILE)
+        slot = lax.rem(i, 2)
+
+        @pl.when(warp == 0)
+        def _query():
+            @pl.when(i >= 2)
+            def _wait():
+                plgpu.barrier_wait(q_free.at[slot])
+
+            plgpu.copy_gmem_to_smem(q.at[head.row], q_s.at[slot], q_full.at[slot])
+
+        copy = functools.partial(copy_tile, head=head, warp=warp)
+        return lax.fori_loop(head.begin, head.end, copy, step)
+
+    def copy_all(warp):
+        copy = functools.partial(copy_head, warp=warp)
+        steps = lax.fori_loop(0, span.count, copy, jnp.int32(0))
+        # Whoever waits for a barrier at all must see each of its phases.
+        for slot in range(c.stages):
+            pl.when(slot < steps)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        for slot in range(2):
+            mine = jnp.logical_and(warp == 0, slot < span.count)
+            pl.when(mine)(functools.partial(plgpu.barrier_wait, q_free.at[slot]))
+
+    # The other computes.
+
+    def split(tile, end):
+        """Write both halves of a float32 tile to `split_s`, a few columns at a time."""
+        count = c.columns(c.operand_dtype)
+        for first in range(0, c.head_dim, count):
+            columns = (slice(None), pl.ds(first, count))
+            value = plgpu.load(tile.at[columns], layout=WGMMA)
+            _store_parts(split_s.at[:, *columns], _before(value, end), c)
+        plgpu.commit_smem()
+
+    def keys(slot):
+        if not c.split:
+            return lambda _: k_s.at[slot]
+        split(k_s.at[slot], TILE)
+        return lambda part: split_s.at[part]
+
+    def values(slot, end):
+        """Weight 0 does not silence a NaN, so what lies beyond a head's end is set to zero."""
+        if c.split:
+            split(v_s.at[slot], end)
+            return lambda part: split_s.at[part]
+
+        @pl.when(end < TILE)
+        def _clear():
+            v_s[slot] = _before(plgpu.load(v_s.at[slot], layout=WGMMA), end)
+            plgpu.commit_smem()
+
+        return lambda _: v_s.at[slot]
+
+    def attend_tile(t, carry, *, head, q_slot):
+        accs, top, total, step = carry
+        slot = lax.rem(step, c.stages)
+        end = head.length - t * TILE
+
+        plgpu.barrier_wait(k_full.at[slot])
+        queries = lambda i: q_s.at[q_slot, i].transpose((1, 0))  # noqa: E731
+        s = _product((TILE, c.padded_group), _pairs(keys(slot), queries, c)) * c.scale
+        s = jnp.where(_row_iota(s.shape) < end, s, -jnp.inf)
+        new_top = jnp.maximum(top, s.max(axis=0))
+        decay = jnp.exp2(top - new_top)
+        p = jnp.exp2(s - _repeat(new_top, s))
+        total = total * _repeat(decay, s) + p
+        _store_parts(p_s.transpose((0, 2, 1)), p, c)
+        if logits is not None:
+            mine = logits_s.at[lax.rem(step, 2)]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            mine.transpose((1, 0))[...] = plgpu.layout_cast(s, TRANSPOSED)
+            plgpu.commit_smem()
+            place = pl.ds(pl.multiple_of((head.start + t) * TILE, TILE), TILE)
+            plgpu.copy_smem_to_gmem(mine.at[pl.ds(0, c.group)], logits.at[:, place])
+        else:
+            plgpu.commit_smem()
+
+        plgpu.barrier_wait(v_full.at[slot])
+        tile = values(slot, end)
+        weights = lambda i: p_s.at[i].transpose((1, 0))  # noqa: E731
+
+        def updated(acc, first, count):
+            part = lambda i: tile(i).at[:, pl.ds(first, count)].transpose((1, 0))  # noqa: E731
+            update = _product((count, c.padded_group), _pairs(part, weights, c))
+            return acc * _repeat(decay, acc) + update
+
+        accs = tuple(updated(acc, *r) for acc, r in zip(accs, c.channels, strict=True))
+        plgpu.barrier_arrive(free.at[slot])
+        return accs, new_top, total, step + 1
+
+    def attend_head(i, step):
+        head = Head.read(heads, span.first + i, span, TILE)
+        q_slot = lax.rem(i, 2)
+        plgpu.barrier_wait(q_full.at[q_slot])
+        nothing = tuple(_full((n, c.padded_group), 0, WGMMA) for _, n in c.channels)
+        lowest = _full((c.padded_group,), -jnp.inf, PER_QUERY_HEAD)
+        accs, top, total, step = lax.fori_loop(
+            head.begin,
+            head.end,
+            functools.partial(attend_tile, head=head, q_slot=q_slot),
+            (nothing, lowest, _full((TILE, c.padded_group), 0, WGMMA), step),
+        )
+        plgpu.barrier_arrive(q_free.at[q_slot])
+        weight = total.sum(axis=0)
+        accs = [acc / _repeat(weight, acc) for acc in accs]
+        head_lse = top + jnp.log(weight) * LOG2E
+        whole = jnp.logical_and(head.begin == 0, head.end == head.tiles)
+
+        @pl.when(whole)
+        def _finish():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _write_head(head.row, accs, head_lse, out, lse, out_s, c)
+
+        @pl.when(jnp.logical_not(whole))
+        def _hand_over():
+            index = 2 * program + jnp.where(head.begin == 0, 1, 0)
+            for n, acc in enumerate(accs):
+                part[index, n] = acc
+            part_lse[index] = head_lse
+
+        return step
+
+    thread = lax.axis_index("thread")
+
+    @pl.when(thread == 0)
+    def _compute():
+        lax.fori_loop(0, span.count, attend_head, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(thread == 1)
+    def _copy():
+        plgpu.warp_map(copy_all)
+
+
+def _write_head(row, accs, head_lse, out, lse, out_s, c: Config):
+    for n, acc in enumerate(accs):
+        out_s.at[n].transpose((1, 0))[...] = plgpu.layout_cast(acc, TRANSPOSED).astype(c.dtype)
+    plgpu.commit_smem()
+    for n, (first, count) in enumerate(c.channels):
+        if n:
+            # Overlapping ranges hold the same values, but two copies may not be under way at once.
+            plgpu.wait_smem_to_gmem(0)
+        mine = out_s.at[n, pl.ds(0, c.group)]
+        plgpu.copy_smem_to_gmem(mine, out.at[row, :, pl.ds(first, count)])
+    lse[row] = head_lse
+
+
+def merge(
+    heads,  # [rows, 4] i32
+    spans,  # [P, 4] i32
+    share,  # [1] i32
+    part,  # [2P, ranges, channels, R] f32
+    part_lse,  # [2P, R] f32
+    out,  # [rows, r, d]
+    lse,  # [rows, R] f32
+    *,
+    out_s,  # [ranges, R, channels]
+    c: Config,
+):
+    """Program p finishes the head that begins in its stretch and ends in a later one, if any."""
+    program = lax.axis_index("program")
+    span = Span.read(spans, program)
+    head = Head.read(heads, jnp.maximum(span.first + span.count - 1, 0), span, TILE)
+    begins_here = jnp.logical_and(span.count > 0, head.start >= span.begin)
+
+    @pl.when(jnp.logical_and(begins_here, head.end < head.tiles))
+    def _merge():
+        def load(index):
+            accs = tuple(
+                plgpu.load(part.at[index, n], layout=WGMMA, optimized=False)
+                for n in range(len(c.channels))
+            )
+            return accs, plgpu.load(part_lse.at[index], layout=PER_QUERY_HEAD, optimized=False)
+
+        def add(other, carry):
+            accs, top, total = carry
+            others, other_lse = load(2 * other)
+            new_top = jnp.maximum(top, other_lse)
+            mine, theirs = jnp.exp2(top - new_top), jnp.exp2(other_lse - new_top)
+            accs = tuple(
+                a * _repeat(mine, a) + b * _repeat(theirs, b)
+                for a, b in zip(accs, others, strict=True)
+            )
+            return accs, new_top, total * mine + theirs
+
+        accs, top = load(2 * program + 1)
+        last = lax.div(head.start + head.tiles - 1, share[0])
+        accs, top, total = lax.fori_loop(
+            program + 1, last + 1, add, (accs, top, jnp.ones_like(top))
+        )
+        accs = [acc / _repeat(total, acc) for acc in accs]
+        _write_head(head.row, accs, top + jnp.log(total) * LOG2E, out, lse, out_s, c)
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,157 @@
+"""Shapes of paged attention: what arguments must look like, and families for tests and timings."""
+
+import dataclasses
+import os
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+HEAD_DIMS = (64, 80, 96, 128)
+BLOCK_SIZES = (8, 16, 32, 64)
+MAX_GROUP = 16
+DTYPES = ("bfloat16", "float16", "float32")
+"""What the device kernels serve; the XLA path serves any head dimension, group and block size."""
+
+DEBUG_VARIABLE = "KVJAX_DEBUG"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static shape of one call. The letters are those of the cache: S, H, r, d, N, b, M."""
+
+    seqs: int
+    heads: int
+    group: int
+    head_dim: int
+    blocks: int
+    block_size: int
+    max_blocks: int
+    dtype: str = "bfloat16"
+
+    @property
+    def rows(self) -> int:
+        """(sequence, KV head) pairs."""
+        return self.seqs * self.heads
+
+    def arguments(self, metric: bool = True) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, k, v, block_table, context_len and, if asked for, metric, without data."""
+        pool = (self.blocks, self.block_size, self.head_dim)
+        shapes = [
+            ((self.seqs, self.heads * self.group, self.head_dim), self.dtype),
+            (pool, self.dtype),
+            (pool, self.dtype),
+            ((self.seqs, self.heads, self.max_blocks), "int32"),
+            ((self.seqs, self.heads), "int32"),
+            (pool[:2], "float32"),
+        ]
+        return tuple(jax.ShapeDtypeStruct(s, jnp.dtype(t)) for s, t in shapes[: 5 + metric])
+
+
+def _families() -> dict[str, Shape]:
+    base = Shape(4, 2, 4, 128, 97, 16, 12)
+    families = {"llama-3.1-8b": base, "llama-3.1-70b": dataclasses.replace(base, group=8)}
+    for dtype in DTYPES:
+        for d in HEAD_DIMS:
+            families[f"{dtype} d={d}"] = dataclasses.replace(base, head_dim=d, dtype=dtype)
+    for b in BLOCK_SIZES:
+        families[f"b={b}"] = dataclasses.replace(base, block_size=b)
+    for r in (1, 2, 3, 5, 8, 16):
+        families[f"r={r}"] = dataclasses.replace(base, group=r)
+    families["pool of more than 2^31 elements"] = dataclasses.replace(base, blocks=12_000_000)
+    return families
+
+
+FAMILIES = _families()
+"""One small call per family of shapes that the device kernels serve, by name."""
+
+
+def _wanted(name: str, got: object, wanted: object) -> ValueError:
+    return ValueError(f"{name}: got {got}, wanted {wanted}")
+
+
+def checked(q, k, v, block_table, context_len, metric) -> Shape:
+    """The static shape of a call.
+
+    Raises:
+        ValueError: an argument does not fit; names it, what it got and what is wanted.
+    """
+    for name, array, wanted in (
+        ("q", q, "[S, H·r, d]"),
+        ("k", k, "[N, b, d]"),
+        ("v", v, "[N, b, d]"),
+        ("block_table", block_table, "[S, H, M]"),
+    ):
+        if array.ndim != 3:
+            raise _wanted(f"{name} shape", list(array.shape), wanted)
+    seqs, heads, max_blocks = block_table.shape
+    blocks, block_size, head_dim = k.shape
+    if v.shape != k.shape:
+        raise _wanted("v shape", list(v.shape), f"that of k, {list(k.shape)}")
+    if q.shape[0] != seqs or q.shape[2] != head_dim:
+        raise _wanted("q shape", list(q.shape), f"[{seqs}, H·r, {head_dim}]")
+    if heads == 0 or q.shape[1] == 0 or q.shape[1] % heads:
+        raise _wanted("q shape", f"{q.shape[1]} query heads", f"a multiple of {heads} KV heads")
+    if context_len.shape != (seqs, heads):
+        raise _wanted("context_len shape", list(context_len.shape), [seqs, heads])
+    for name, array in (("block_table", block_table), ("context_len", context_len)):
+        if array.dtype != jnp.int32:
+            raise _wanted(f"{name} dtype", array.dtype, "int32")
+    for name, array in (("q", q), ("k", k)):
+        if str(array.dtype) not in DTYPES:
+            raise _wanted(f"{name} dtype", array.dtype, f"one of {', '.join(DTYPES)}")
+    if v.dtype != k.dtype:
+        raise _wanted("v dtype", v.dtype, f"that of k, {k.dtype}")
+    if metric is not None:
+        if metric.shape != (blocks, block_size):
+            raise _wanted("metric shape", list(metric.shape), [blocks, block_size])
+        if metric.dtype != jnp.float32:
+            raise _wanted("metric dtype", metric.dtype, "float32")
+    group = q.shape[1] // heads
+    return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, str(k.dtype))
+
+
+def check_table(block_table, context_len, num_blocks: int, block_size: int) -> None:
+    """Check lengths and followed table entries on the host, where their values are known.
+
+    Raises:
+        ValueError: a length or an entry is out of range, with its place.
+    """
+    if isinstance(block_table, jax.core.Tracer) or isinstance(context_len, jax.core.Tracer):
+        return
+    lengths, table = np.asarray(context_len), np.asarray(block_table)
+    max_blocks = table.shape[-1]
+    most = max_blocks * block_size
+    for bad in np.argwhere((lengths < 0) | (lengths > most))[:1]:
+        place = tuple(int(i) for i in bad)
+        raise _wanted(f"context_len{list(place)}", lengths[place], f"0 to {most}")
+    used = np.arange(max_blocks) < -(-lengths[..., None] // block_size)
+    for bad in np.argwhere(used & ((table < 0) | (table >= num_blocks)))[:1]:
+        place = tuple(int(i) for i in bad)
+        raise _wanted(f"block_table{list(place)}", table[place], f"0 to {num_blocks - 1}")
+
+
+def debugging() -> bool:
+    """Whether the environment asks for host-side checks of tables."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
+def served_shape(shape: Shape) -> None:
+    """What both device kernels ask of a shape.
+
+    Raises:
+        NotImplementedError: the kernels do not serve it, with the reason.
+    """
+    for name, got, served in (
+        ("head dimension", shape.head_dim, HEAD_DIMS),
+        ("block size", shape.block_size, BLOCK_SIZES),
+    ):
+        if got not in served:
+            raise NotImplementedError(f"{name} {got}, served are {', '.join(map(str, served))}")
+    if shape.group > MAX_GROUP:
+        raise NotImplementedError(
+            f"{shape.group} query heads per KV head, served are 1 to {MAX_GROUP}"
+        )
+    if shape.rows == 0 or shape.blocks == 0 or shape.max_blocks == 0:
+        raise NotImplementedError("an empty batch, pool or table")

@@ -1,0 +1,288 @@
+"""Paged decode attention on TPUs.
+
+One grid step per (sequence, KV head), in order, on one core. Pages are fetched by hand, one chunk
+ahead: the next chunk of this head, or the first of the next head, streams in while the matrix unit
+works. With the statistic on, a head's logits stay in vector memory until its normaliser is known;
+then Σ p² is added to the pages of the metric in place.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from kvjax.kernels.paged_attention.spec import Shape, served_shape
+
+CHUNK = 256
+"""KVs fetched and computed at once."""
+SUBLANES = 8
+FREE_VECTOR_MEMORY = 12 << 20
+"""Bytes of vector memory that need not be asked for."""
+MAX_VECTOR_MEMORY = 64 << 20
+MAX_SCALAR_MEMORY = 512 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Static description of one kernel instance."""
+
+    scale: float
+    keep_logits: bool
+    vector_memory: int
+
+
+def config(shape: Shape, *, scale: float, keep_logits: bool) -> Config:
+    """The kernel instance that serves a shape.
+
+    Raises:
+        NotImplementedError: none does, with the reason.
+    """
+    served_shape(shape)
+    if shape.dtype == "float16":
+        raise NotImplementedError("float16, which TPUs have no vector type for")
+    table_bytes = 4 * 4 * shape.max_blocks
+    if table_bytes > MAX_SCALAR_MEMORY or 4 * shape.rows > MAX_SCALAR_MEMORY:
+        raise NotImplementedError(
+            f"{shape.max_blocks} blocks per head and {shape.rows} heads, which overflow scalar "
+            "memory"
+        )
+    kvs = -(-shape.max_blocks * shape.block_size // CHUNK) * CHUNK
+    logits = 4 * _padded(shape.group) * kvs if keep_logits else 0
+    if logits > MAX_VECTOR_MEMORY:
+        raise NotImplementedError(f"metrics of {kvs} KVs per head, which overflow vector memory")
+    return Config(scale, keep_logits, FREE_VECTOR_MEMORY + logits)
+
+
+def _padded(group: int) -> int:
+    return -(-group // SUBLANES) * SUBLANES
+
+
+def _attend(
+    lengths,  # [rows] i32, prefetched
+    table,  # [1, 1, M] i32 of this head
+    next_table,  # [1, 1, M] i32 of the next head
+    q,  # [R, d]
+    k,  # [N, b, d] in HBM
+    v,  # [N, b, d] in HBM
+    out,  # [R, d]
+    metric,  # [N, 1, b] f32 in HBM, in place, or None
+    *,
+    k_s,  # [2, pages, b, d]
+    v_s,  # [2, pages, b, d]
+    fetched,  # semaphores [buffer, k or v]
+    turn,  # [1] i32, buffer of this head's first chunk
+    logits_s,  # [chunks, R, CHUNK] f32, or None
+    squares_s,  # [pages, 1, b] f32, or None
+    updated,  # semaphore, or None
+    c: Config,
+    group: int,
+):
+    row, num_rows = pl.program_id(0), pl.num_programs(0)
+    pages, b, d = k_s.shape[1:]
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def num_pages(length, chunk):
+        """Pages of a chunk that exist."""
+        return jnp.clip(pl.cdiv(length, b) - chunk * pages, 0, pages)
+
+    def page_copies(head_table, chunk, slot, j):
+        page = head_table[0, 0, chunk * pages + j]
+        return (
+            pltpu.make_async_copy(k.at[page], k_s.at[slot, j], fetched.at[slot, 0]),
+            pltpu.make_async_copy(v.at[page], v_s.at[slot, j], fetched.at[slot, 1]),
+        )
+
+    def fetch(head_table, length, chunk, slot):
+        @pl.loop(0, num_pages(length, chunk))
+        def _page(j):
+            for copy in page_copies(head_table, chunk, slot, j):
+                copy.start()
+
+    length = lengths[row]
+    next_length = jnp.where(row + 1 < num_rows, lengths[jnp.minimum(row + 1, num_rows - 1)], 0)
+    chunks = pl.cdiv(length, CHUNK)
+
+    @pl.when(row == 0)
+    def _first_head():
+        turn[0] = 0
+        fetch(table, length, 0, 0)
+
+    first_slot = turn[0]
+
+    def attend_chunk(i, carry):
+        acc, top, total = carry
+        slot = lax.rem(first_slot + i, 2)
+
+        @pl.when(i + 1 < chunks)
+        def _next_chunk():
+            fetch(table, length, i + 1, 1 - slot)
+
+        @pl.when(i + 1 == chunks)
+        def _next_head():
+            fetch(next_table, next_length, 0, 1 - slot)
+
+        @pl.loop(0, num_pages(length, i))
+        def _page(j):
+            for copy in page_copies(table, i, slot, j):
+                copy.wait()
+
+        valid = length - i * CHUNK
+        s = c.scale * lax.dot_general(
+            q[...],
+            k_s[slot].reshape(CHUNK, d),
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        s = jnp.where(lax.broadcasted_iota(jnp.int32, s.shape, 1) < valid, s, -jnp.inf)
+        if logits_s is not None:
+            logits_s[i] = s
+        new_top = jnp.maximum(top, jnp.max(s, axis=1, keepdims=True))
+        p = jnp.exp(s - new_top)
+        decay = jnp.exp(top - new_top)
+        # Weight 0 does not silence a NaN in a slot nobody wrote: clear what lies beyond the end.
+        values = v_s[slot].reshape(CHUNK, d)
+        written = lax.broadcasted_iota(jnp.int32, values.shape, 0) < valid
+        update = jnp.dot(
+            p.astype(values.dtype),
+            jnp.where(written, values, jnp.zeros_like(values)),
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        return acc * decay + update, new_top, total * decay + jnp.sum(p, axis=1, keepdims=True)
+
+    num_queries = q.shape[0]
+    acc, top, total = lax.fori_loop(
+        0,
+        chunks,
+        attend_chunk,
+        (
+            jnp.zeros((num_queries, d), jnp.float32),
+            jnp.full((num_queries, 1), -jnp.inf, jnp.float32),
+            jnp.zeros((num_queries, 1), jnp.float32),
+        ),
+    )
+
+    @pl.when(chunks == 0)
+    def _empty_head():
+        fetch(next_table, next_length, 0, first_slot)
+
+    turn[0] = lax.rem(first_slot + chunks, 2)
+    total = jnp.where(total > 0, total, 1.0)
+    out[...] = (acc / total).astype(out.dtype)
+    if metric is None:
+        return
+    log_total = top + jnp.log(total)
+
+    def add_squares(i, _):
+        count = num_pages(length, i)
+
+        def copy_pages(make):
+            for finish in (False, True):
+
+                @pl.loop(0, count)
+                def _page(j, finish=finish):
+                    copy = make(metric.at[table[0, 0, i * pages + j]], squares_s.at[j])
+                    copy.wait() if finish else copy.start()
+
+        copy_pages(lambda there, here: pltpu.make_async_copy(there, here, updated))
+        squares = jnp.exp(2 * (logits_s[i] - log_total))[:group]
+        squares = jnp.sum(squares, axis=0, keepdims=True)
+        for j in range(pages):
+            squares_s[j] += squares[:, j * b : (j + 1) * b]
+        copy_pages(lambda there, here: pltpu.make_async_copy(here, there, updated))
+
+    lax.fori_loop(0, chunks, add_squares, None)
+
+
+def paged_attention(
+    q: Float[Array, "S Hr d"],
+    k: Float[Array, "N b d"],
+    v: Float[Array, "N b d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    *,
+    c: Config,
+    metric: Float[Array, "N b"] | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
+    """See `kvjax.kernels.paged_attention`; `c` comes from `config`.
+
+    `interpret`: True or an `InterpretParams`.
+    """
+    num_blocks, b, d = k.shape
+    num_seqs, num_heads, _ = block_table.shape
+    rows = num_seqs * num_heads
+    group = q.shape[1] // num_heads
+    pages = CHUNK // b
+    table = block_table.reshape(rows, 1, -1)
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, -table.shape[2] % pages)))
+    max_blocks = table.shape[2]
+    padded = _padded(group)
+    queries = jnp.pad(q.reshape(rows, group, d), ((0, 0), (0, padded - group), (0, 0)))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    per_head = pl.BlockSpec((None, padded, d), lambda i, _: (i, 0, 0))
+    tables = [
+        pl.BlockSpec(
+            (1, 1, max_blocks),
+            lambda i, _, ahead=ahead: (jnp.minimum(i + ahead, rows - 1), 0, 0),
+            memory_space=pltpu.SMEM,
+        )
+        for ahead in (0, 1)
+    ]
+    arguments = [context_len.reshape(-1), table, table, queries, k, v]
+    in_specs = [*tables, per_head, in_hbm, in_hbm]
+    out_specs = [per_head]
+    out_shape = [jax.ShapeDtypeStruct(queries.shape, v.dtype)]
+    keep = metric is not None
+    if keep:
+        arguments.append(metric.reshape(num_blocks, 1, b))
+        in_specs.append(in_hbm)
+        out_specs.append(in_hbm)
+        out_shape.append(jax.ShapeDtypeStruct((num_blocks, 1, b), jnp.float32))
+    scratch = {
+        "k_s": pltpu.VMEM((2, pages, b, d), k.dtype),
+        "v_s": pltpu.VMEM((2, pages, b, d), v.dtype),
+        "fetched": pltpu.SemaphoreType.DMA((2, 2)),
+        "turn": pltpu.SMEM((1,), jnp.int32),
+    }
+    if keep:
+        scratch |= {
+            "logits_s": pltpu.VMEM((max_blocks // pages, padded, CHUNK), jnp.float32),
+            "squares_s": pltpu.VMEM((pages, 1, b), jnp.float32),
+            "updated": pltpu.SemaphoreType.DMA,
+        }
+
+    def body(*refs):
+        head, rest = refs[:6], list(refs[6:])
+        if keep:
+            rest.pop(0)  # the metric as an input: the same memory as the output
+        out = rest.pop(0)
+        metric_ref = rest.pop(0) if keep else None
+        named = dict.fromkeys(("logits_s", "squares_s", "updated")) | dict(zip(scratch, rest))
+        _attend(*head, out=out, metric=metric_ref, **named, c=c, group=group)
+
+    out, *new_metric = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows,),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=out_shape,
+        input_output_aliases={6: 1} if keep else {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=c.vector_memory
+        ),
+        interpret=interpret,
+        name="paged_attention",
+    )(*arguments)
+    out = out[:, :group].reshape(q.shape)
+    return out, new_metric[0].reshape(num_blocks, b) if keep else None

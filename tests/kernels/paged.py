@@ -1,0 +1,147 @@
+"""Random paged caches, the float64 answer to them, and every implementation by name."""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.kernels.paged_attention import mosaic_gpu, reference, spec, tpu
+from tests.oracle import attend
+
+POISON = float("nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arguments of one call, and its exact answer for the values after rounding to the dtype."""
+
+    arguments: tuple
+    metric: jnp.ndarray
+    scale: float
+    out: np.ndarray
+    new_metric: np.ndarray
+
+    @property
+    def shape(self) -> spec.Shape:
+        q, k, v, table, lengths = self.arguments
+        return spec.checked(q, k, v, table, lengths, self.metric)
+
+
+def problem(lengths, shape: spec.Shape, seed: int = 0, spread: float = 1.0) -> Problem:
+    """A cache with these lengths: permuted pages, free blocks and unwritten slots poisoned.
+
+    Table entries that may not be followed hold N. `spread` scales the logits.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(lengths, np.int32)
+    seqs, heads = lengths.shape
+    b, d, r = shape.block_size, shape.head_dim, shape.group
+    pages = -(-lengths // b)
+    blocks = int(pages.sum()) + 3
+    shuffled = rng.permutation(blocks).astype(np.int32)
+    table = np.full((seqs, heads, max(shape.max_blocks, int(pages.max()))), blocks, np.int32)
+    pool = np.full((2, blocks, b, d), POISON, np.float32)
+    metric = rng.random((blocks, b), np.float32)
+    q = rng.standard_normal((seqs, heads * r, d)).astype(np.float32) * spread
+    taken = 0
+    for s, h in np.ndindex(seqs, heads):
+        mine = shuffled[taken : taken + pages[s, h]]
+        taken += len(mine)
+        table[s, h, : len(mine)] = mine
+        for t in range(lengths[s, h]):
+            pool[:, mine[t // b], t % b] = rng.standard_normal((2, d))
+    q, k, v = (jnp.asarray(x, shape.dtype) for x in (q, *pool))
+    scale = 1 / math.sqrt(d)
+    out, new_metric = exact(q, k, v, table, lengths, scale, metric)
+    arguments = (q, k, v, jnp.asarray(table), jnp.asarray(lengths))
+    return Problem(arguments, jnp.asarray(metric), scale, out, new_metric)
+
+
+def exact(q, k, v, table, lengths, scale, metric):
+    """Output and metric in float64, head by head over contiguous keys and values."""
+    q, k, v = (np.asarray(x.astype(jnp.float32)) for x in (q, k, v))
+    heads, b = table.shape[1], k.shape[1]
+    group = q.shape[1] // heads
+    out = np.zeros(q.shape)
+    metric = metric.astype(np.float64)
+    for s, h in np.ndindex(*lengths.shape):
+        token = np.arange(lengths[s, h])
+        page, slot = table[s, h, token // b], token % b
+        rows = slice(h * group, (h + 1) * group)
+        out[s, rows], p = attend(q[s, rows], k[page, slot], v[page, slot], scale)
+        metric[page, slot] += np.sum(p**2, axis=0)
+    return out, metric
+
+
+def tolerance(name: str, p: Problem) -> tuple[float, float]:
+    """Largest absolute error of (output, metric).
+
+    A logit is off by ε ‖q‖ ‖k‖ scale, where ε = 2^-21 covers float32 sums over d channels (products
+    of 16-bit inputs are exact) and 2^-17 the two bfloat16 halves that float32 takes on Hopper; a
+    weight by as much relatively, and by its rounding to the pool's type for the second product
+    (2^-9 for bfloat16, 2^-12 for float16); so is the output, of at most max |v|.
+    """
+    q, k, v = (np.nan_to_num(np.asarray(x.astype(jnp.float32))) for x in p.arguments[:3])
+    dtype = str(p.arguments[1].dtype)
+    halves = dtype == "float32" and name == "mosaic_gpu"
+    longest = [np.linalg.norm(x, axis=-1).max() for x in (q, k)]
+    logit = 2.0 ** (-17 if halves else -21) * float(np.prod(longest)) * p.scale
+    rounding = 2.0 ** {"bfloat16": -8, "float16": -11, "float32": -16 if halves else -20}[dtype]
+    return max(1.0, float(np.abs(v).max())) * (rounding + 2 * logit), 4 * logit + 1e-6
+
+
+def run_xla(p: Problem, with_metric: bool):
+    metric = p.metric if with_metric else None
+    return reference.paged_attention(*p.arguments, scale=p.scale, metric=metric)
+
+
+def run_tpu(p: Problem, with_metric: bool, interpret: bool | pltpu.InterpretParams = True):
+    c = tpu.config(p.shape, scale=p.scale, keep_logits=with_metric)
+    metric = p.metric if with_metric else None
+    return tpu.paged_attention(*p.arguments, c=c, metric=metric, interpret=interpret)
+
+
+def run_mosaic_gpu(p: Problem, with_metric: bool, cores: int = 1):
+    """Few programs and few stages: the interpreter pays for each, and borders come often."""
+    c = mosaic_gpu.config(p.shape, scale=p.scale, keep_logits=with_metric, cores=cores)
+    c = dataclasses.replace(c, stages=2, programs=3 * cores)
+    metric = p.metric if with_metric else None
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    return mosaic_gpu.paged_attention(*p.arguments, c=c, metric=metric, interpret=interpret)
+
+
+IMPLEMENTATIONS = {
+    "xla": run_xla,
+    "tpu": run_tpu,
+    "tpu_checked": functools.partial(run_tpu, interpret=pltpu.InterpretParams(detect_races=True)),
+    "mosaic_gpu": run_mosaic_gpu,
+}
+
+
+def assert_exact(name: str, p: Problem, with_metric: bool = True) -> None:
+    """Run one implementation and compare it with float64; no race may have been seen."""
+    out, metric = IMPLEMENTATIONS[name](p, with_metric)
+    allowed_out, allowed_metric = tolerance(name, p)
+    got = np.asarray(out.astype(jnp.float32), np.float64)
+    assert got.shape == p.out.shape
+    assert out.dtype == p.arguments[1].dtype
+    np.testing.assert_allclose(got, p.out, rtol=0, atol=allowed_out)
+    if with_metric:
+        np.testing.assert_allclose(np.asarray(metric), p.new_metric, rtol=0, atol=allowed_metric)
+    else:
+        assert metric is None
+    assert not races_seen(name)
+
+
+def races_seen(name: str) -> bool:
+    """Whether the interpreter found a race in what it ran last."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as on_tpu
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as on_gpu
+
+    if name == "mosaic_gpu":
+        return on_gpu.get_races().races_found
+    return name == "tpu_checked" and on_tpu.races is not None and on_tpu.races.races_found

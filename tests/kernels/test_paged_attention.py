@@ -1,0 +1,160 @@
+"""Paged attention: every implementation against float64, over one matrix of shapes and lengths."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.kernels.paged_attention import spec
+from tests.kernels.paged import IMPLEMENTATIONS, assert_exact, problem, tolerance
+
+BASE = spec.Shape(2, 2, 4, 128, 0, 16, 12)
+RAGGED = [[0, 70], [1, 190]]
+"""Empty, a partial tile, one KV, and a head longer than a program's share."""
+
+
+def shaped(**changes) -> spec.Shape:
+    return dataclasses.replace(BASE, **changes)
+
+
+CASES = {
+    "ragged": (RAGGED, BASE),
+    "all empty": ([[0, 0], [0, 0]], BASE),
+    "one long head": ([[0, 0], [0, 700]], BASE),
+    "whole tiles": ([[64, 128], [256, 16]], BASE),
+    "many short heads": ([[5] * 6, [16] * 6, [17] * 6], BASE),
+    "d=64": (RAGGED, shaped(head_dim=64)),
+    "d=80": (RAGGED, shaped(head_dim=80)),
+    "d=96": (RAGGED, shaped(head_dim=96)),
+    "float16": (RAGGED, shaped(dtype="float16")),
+    "float32": (RAGGED, shaped(dtype="float32")),
+    "float32 d=80": (RAGGED, shaped(dtype="float32", head_dim=80)),
+    "b=8": (RAGGED, shaped(block_size=8)),
+    "b=32": (RAGGED, shaped(block_size=32)),
+    "b=64": (RAGGED, shaped(block_size=64)),
+    "r=1": (RAGGED, shaped(group=1)),
+    "r=3": (RAGGED, shaped(group=3)),
+    "r=8": (RAGGED, shaped(group=8)),
+    "r=16": (RAGGED, shaped(group=16)),
+}
+
+BY_DEFAULT = {
+    "xla": set(CASES),
+    "tpu": set(CASES),
+    "tpu_checked": {"ragged", "one long head", "b=8", "float32"},
+    "mosaic_gpu": {"ragged", "all empty", "one long head", "d=80", "float32", "b=64", "r=16"},
+}
+"""The interpreter of Hopper kernels takes seconds per case: the rest runs with `-m slow`."""
+
+MATRIX = [
+    pytest.param(
+        name,
+        case,
+        id=f"{name}-{case}",
+        marks=[] if case in BY_DEFAULT[name] else [pytest.mark.slow],
+    )
+    for name in IMPLEMENTATIONS
+    for case in CASES
+    if not (name.startswith("tpu") and case == "float16")
+]
+
+
+@pytest.mark.parametrize(("name", "case"), MATRIX)
+def test_exact_with_metric(name: str, case: str) -> None:
+    lengths, shape = CASES[case]
+    assert_exact(name, problem(lengths, shape))
+
+
+@pytest.mark.parametrize("name", [n for n in IMPLEMENTATIONS if n != "tpu_checked"])
+def test_exact_without_metric(name: str) -> None:
+    assert_exact(name, problem(RAGGED, BASE, seed=1), with_metric=False)
+
+
+@pytest.mark.parametrize("name", ["xla", "tpu"])
+def test_large_logits(name: str) -> None:
+    """Logits in the hundreds: weights collapse to one KV, nothing overflows."""
+    assert_exact(name, problem(RAGGED, shaped(dtype="float32"), spread=100.0))
+
+
+@st.composite
+def drawn(draw, dtypes=spec.DTYPES, longest: int = 300):
+    """A shape, ragged lengths and a seed."""
+    shape = spec.Shape(
+        seqs=draw(st.integers(1, 3)),
+        heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 9)),
+        head_dim=draw(st.sampled_from(spec.HEAD_DIMS)),
+        blocks=0,
+        block_size=draw(st.sampled_from(spec.BLOCK_SIZES)),
+        max_blocks=draw(st.integers(1, 4)),
+        dtype=draw(st.sampled_from(dtypes)),
+    )
+    length = st.one_of(st.integers(0, 20), st.integers(0, longest))
+    lengths = draw(
+        st.lists(
+            st.lists(length, min_size=shape.heads, max_size=shape.heads),
+            min_size=shape.seqs,
+            max_size=shape.seqs,
+        )
+    )
+    return lengths, shape, draw(st.integers(0, 2**16))
+
+
+@settings(max_examples=8, deadline=None)
+@given(drawn())
+def test_xla_on_drawn_shapes(case) -> None:
+    lengths, shape, seed = case
+    assert_exact("xla", problem(lengths, shape, seed))
+
+
+@settings(max_examples=3, deadline=None)
+@given(drawn(dtypes=("bfloat16", "float32")))
+def test_tpu_on_drawn_shapes(case) -> None:
+    lengths, shape, seed = case
+    assert_exact("tpu", problem(lengths, shape, seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(drawn())
+def test_mosaic_gpu_on_drawn_shapes(case) -> None:
+    lengths, shape, seed = case
+    assert_exact("mosaic_gpu", problem(lengths, shape, seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(drawn(dtypes=("bfloat16", "float32")))
+def test_tpu_checked_on_drawn_shapes(case) -> None:
+    lengths, shape, seed = case
+    assert_exact("tpu_checked", problem(lengths, shape, seed))
+
+
+def test_xla_beyond_what_kernels_serve() -> None:
+    """Any head dimension, block size and group."""
+    assert_exact("xla", problem(RAGGED, shaped(head_dim=40, block_size=12, group=20)))
+
+
+@pytest.mark.parametrize("name", ["xla", "tpu"])
+def test_jax_own_paged_attention_agrees(name: str) -> None:
+    """JAX's TPU kernel, with (sequence × KV head) folded into its batch."""
+    from jax.experimental.pallas import tpu as pltpu
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as shipped
+
+    p = problem([[33, 70], [128, 5]], shaped(max_blocks=8))
+    q, k, v, table, lengths = p.arguments
+    clean = [jnp.nan_to_num(x)[None] for x in (k, v)]
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="zero")):
+        theirs = shipped(
+            (q.astype(jnp.float32) * p.scale).astype(q.dtype).reshape(4, 4, 128),
+            *clean,
+            lengths.reshape(4),
+            jnp.minimum(table, k.shape[0] - 1).reshape(4, -1),
+            pages_per_compute_block=4,
+        )
+    ours, _ = IMPLEMENTATIONS[name](p, False)
+    difference = ours.reshape(4, 4, 128).astype(jnp.float32) - theirs.astype(jnp.float32)
+    # Theirs also rounds the scaled queries, a relative 2^-9 of logits of a few units.
+    assert jnp.max(jnp.abs(difference)) < 2 * tolerance(name, p)[0]

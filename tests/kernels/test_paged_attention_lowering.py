@@ -1,0 +1,62 @@
+"""Every kernel lowers for its device, for every family of shapes, on a machine without one.
+
+Lowering runs Mosaic's own passes: it catches what does not fit shared memory, wrong swizzles and
+layouts, and unsupported operations. Compiling needs the vendors' toolchains:
+scripts/compile_kernels.py.
+"""
+
+import jax
+import pytest
+
+from kvjax.kernels import explain, paged_attention
+from kvjax.kernels.paged_attention import spec
+from tests.kernels.devices import H200, TPU_V5E, TPU_V6E
+
+FAMILIES = sorted(spec.FAMILIES)
+
+
+def lowered(shape: spec.Shape, platform: str, with_metric: bool) -> str:
+    def call(q, k, v, table, lengths, metric):
+        return paged_attention(
+            q, k, v, table, lengths, metric=metric, return_metric=with_metric
+        )  # fmt: skip
+
+    traced = jax.jit(call).trace(*shape.arguments())
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lowers_for_h200(family: str) -> None:
+    shape = spec.FAMILIES[family]
+    with jax.sharding.use_abstract_mesh(H200):
+        assert explain(paged_attention, *shape.arguments(metric=False)) == "mosaic_gpu"
+        text = lowered(shape, "cuda", with_metric=True)
+    kernels = ("paged_attention", "paged_attention_merge", "paged_attention_squares")
+    assert all(name in text for name in kernels)
+
+
+@pytest.mark.parametrize("family", ["llama-3.1-8b", "float32 d=96"])
+def test_lowers_for_h200_without_metric(family: str) -> None:
+    """Off, the statistic costs nothing: no logits are kept and its kernel is not there."""
+    with jax.sharding.use_abstract_mesh(H200):
+        text = lowered(spec.FAMILIES[family], "cuda", with_metric=False)
+    assert "paged_attention_merge" in text
+    assert "paged_attention_squares" not in text
+
+
+@pytest.mark.parametrize(
+    ("device", "family"),
+    [(TPU_V5E, f) for f in FAMILIES] + [(TPU_V6E, "llama-3.1-8b"), (TPU_V6E, "float32 d=96")],
+    ids=lambda x: x if isinstance(x, str) else x.abstract_device.device_kind,
+)
+def test_lowers_for_tpu(device, family: str) -> None:
+    shape = spec.FAMILIES[family]
+    with jax.sharding.use_abstract_mesh(device):
+        served = explain(paged_attention, *shape.arguments(metric=False))
+        text = lowered(shape, "tpu", with_metric=True)
+    if shape.dtype == "float16":
+        assert served.startswith("xla: ")
+        assert "tpu does not serve float16" in served
+    else:
+        assert served.startswith("tpu: ")
+        assert "tpu_custom_call" in text
