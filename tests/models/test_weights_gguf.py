@@ -271,7 +271,10 @@ def test_other_architectures(tmp_path: Path) -> None:
     for metadata, word in (
         ({"llama.expert_count": 8}, "mixture"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "'yarn'"),
+        ({"llama.rope.scale_linear": 2.0}, "'linear' by 2.0"),
         ({"llama.rope.dimension_count": 16}, "dimension_count"),
+        ({"llama.attention.key_length": "wide"}, "not a number"),
+        ({"llama.expert_used_count": 2, "llama.expert_count": [0, 8]}, "differs between layers"),
     ):
         path = write_gguf(tmp_path / "m.gguf", CONFIG, random_tensors(CONFIG), metadata=metadata)
         assert word in failure(path)

@@ -109,13 +109,13 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
     header = source if isinstance(source, GGUFHeader) else read_gguf_header(source)
     values, path = header.metadata, header.path
     architecture = values.get("general.architecture")
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
         raise UserError(
             f"{path}: the GGUF architecture {architecture!r} is not supported; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
 
-    def get(key: str, default: Any = None) -> Any:
+    def get(key: str, default: float | None = None) -> Any:
         value = values.get(f"{architecture}.{key}", default)
         if value is None:
             raise UserError(f"{path}: the metadata entry {architecture}.{key} is missing")
@@ -123,6 +123,8 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
             if value.size == 0 or np.any(value != value[0]):
                 raise UserError(f"{path}: {architecture}.{key} differs between layers")
             value = value[0].item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UserError(f"{path}: {architecture}.{key} is not a number")
         return value
 
     if get("expert_count", 0):
@@ -133,7 +135,7 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"{path}: the tensor token_embd.weight is missing or not a matrix")
     hidden, heads = get("embedding_length"), get("attention.head_count")
-    if not heads or hidden % heads:
+    if heads <= 0 or (hidden % heads and f"{architecture}.attention.key_length" not in values):
         raise UserError(f"{path}: {heads} heads do not divide an embedding of {hidden}")
     head_dim = get("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -160,10 +162,12 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: its metadata describe no usable model: {error}") from error
-    kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor", 1.0)
+    kind = values.get(f"{architecture}.rope.scaling.type", "linear")
+    factor = get("rope.scaling.factor", get("rope.scale_linear", 1.0))
     if kind != "none" and factor not in (0.0, 1.0):
         raise UserError(
-            f"{path}: rotary scaling {kind!r} is not supported; supported: none, Llama 3.1's"
+            f"{path}: rotary scaling {kind!r} by {factor} is not supported; "
+            "supported: none, Llama 3.1's"
         )
     if _ROPE_FREQS not in header.tensors:
         return config

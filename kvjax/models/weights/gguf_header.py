@@ -90,14 +90,21 @@ class _Parser:
             raise self.damaged(f"its alignment {alignment!r} is not a power of two")
         start = -(-self.position // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
+        end = 0
         for name, shape, kind, offset in table:
             if name in tensors:
                 raise self.damaged(f"the tensor {name!r} appears twice")
-            tensors[name] = self.tensor(name, shape, kind, start + offset)
+            # Every writer lays them one after the other; a gap is a flipped bit.
+            if offset != -(-end // alignment) * alignment:
+                raise self.damaged(f"the tensor {name!r} does not follow the one before it")
+            tensors[name] = tensor = self.tensor(name, shape, kind, start + offset)
+            end = offset + tensor.num_bytes
         return GGUFHeader(self.path, metadata, tensors, metadata_end, metadata_count)
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()
+        if not name.isprintable():
+            raise self.damaged(f"{name[:40]!r} is no name of a tensor")
         dimensions = self.number("I")
         if dimensions > _MAX_DIMENSIONS:
             raise self.damaged(f"the tensor {name!r} has {dimensions} dimensions")

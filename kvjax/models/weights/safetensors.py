@@ -167,12 +167,18 @@ def _parse_header(
                 continue
             dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
             begin, end = (int(n) for n in entry["data_offsets"])
-            wrong = begin < 0 or end < begin or any(n < 0 for n in shape)
+            wrong = begin < 0 or end < begin or any(n < 0 for n in shape) or not name.isprintable()
             if dtype in _DTYPES:
                 wrong |= end - begin != math.prod(shape) * _DTYPES[dtype].itemsize
             if wrong:
-                raise ValueError(f"the entry of {name} contradicts itself")
+                raise ValueError(f"the entry of {name!r} contradicts itself")
             entries[name] = dtype, shape, 8 + length + begin, 8 + length + end
+        # The format allows neither gaps nor overlaps: they are flipped bits.
+        position = 8 + length
+        for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+            if begin != position:
+                raise ValueError(f"the tensor {name!r} does not follow the one before it")
+            position = end
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} has a damaged safetensors header: {error}") from None
     return entries
