@@ -13,7 +13,7 @@ from flax import nnx
 from kvjax.models.config import LlamaConfig
 from kvjax.models.layout import tensor_slots
 from kvjax.models.llama import abstract_params
-from kvjax.models.weights.orbax import config_to_hf
+from kvjax.models.weights.orbax_save import config_to_hf
 
 # Rows of 256 elements: the block of the K quantisations.
 CONFIG = LlamaConfig(

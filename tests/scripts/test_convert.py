@@ -144,7 +144,7 @@ def test_killed_run_leaves_nothing_that_loads(
     code = textwrap.dedent(
         f"""
         import runpy, sys, time
-        from kvjax.models.weights import orbax
+        from kvjax.models.weights import orbax_save as orbax
 
         write = orbax._write_arrays
         def slow(*arguments):

@@ -16,7 +16,8 @@ from kvjax.models.config import LlamaConfig
 from kvjax.models.hub import Progress
 from kvjax.models.weights.fill import ParamPath, fill_params
 from kvjax.models.weights.gguf import GGUFSource, config_from_gguf
-from kvjax.models.weights.orbax import is_orbax, load_orbax, read_config, save_orbax
+from kvjax.models.weights.orbax import is_orbax, load_orbax, read_config
+from kvjax.models.weights.orbax_save import save_orbax
 from kvjax.models.weights.safetensors import SafetensorsSource
 from kvjax.models.weights.source import TensorSource
 

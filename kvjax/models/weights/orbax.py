@@ -1,20 +1,21 @@
-"""Orbax checkpoints: a folder with config.json, the tokenizer's files and the weights.
+"""Reads Orbax checkpoints: a folder with config.json, the tokenizer's files and the weights.
 
     config.json     as Hugging Face writes it
     tokenizer…      the files that the original had; of a GGUF file, its metadata alone
     params/         the Orbax checkpoint: {"embed": …, "layers": {"0": {"qkv": …}, …}, …}
+    files.json      the size of every file below params/
 
 The weights lie as the model takes them (``kvjax.models.llama``), one array per layer, so that
 they load without a second copy whether the layers are to be stacked or not.
 """
 
 import contextlib
-import errno
-import json
+import gc
+import logging
 import math
 import os
-import shutil
-import struct
+import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -29,83 +30,19 @@ from kvjax.models.config import LlamaConfig, config_from_hf
 from kvjax.models.hub import Progress
 from kvjax.models.weights import fill
 from kvjax.models.weights.fill import ParamPath
-from kvjax.models.weights.gguf_header import read_gguf_header
 from kvjax.models.weights.safetensors import read_json
 from kvjax.models.weights.source import all_finite
 
-_PARAMS = "params"
-_CONFIG = "config.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-)
+PARAMS = "params"
+CONFIG = "config.json"
+FILES = "files.json"
 # What Orbax reads or writes at a time: it holds that much a second time meanwhile.
-_GROUP_BYTES = 1 << 28
+GROUP_BYTES = 1 << 28
 
 
 def is_orbax(folder: Path) -> bool:
     """Whether `folder` is a checkpoint that `save_orbax` wrote (whole or not)."""
-    return (folder / _PARAMS).is_dir()
-
-
-def save_orbax(
-    path: str | os.PathLike[str],
-    config: LlamaConfig,
-    params: nnx.State,
-    tokenizer: str | os.PathLike[str] | None = None,
-    *,
-    overwrite: bool = False,
-) -> Path:
-    """Writes an Orbax checkpoint that `load_params` reads; it appears whole or not at all.
-
-    Args:
-        path: the folder to make.
-        config: the model.
-        params: its parameters, stacked or not, in the dtype to store.
-        tokenizer: the folder or GGUF file to take the tokenizer from.
-        overwrite: replace what lies at `path`.
-
-    Returns:
-        `path`.
-
-    Raises:
-        UserError: `path` exists already, or cannot be written.
-    """
-    target = Path(path).absolute()
-    if target.exists() and not overwrite:
-        raise UserError(f"{target} exists already; choose another folder or overwrite it (--force)")
-    # Beside the target, hence on its disk: to put it in place is to rename it.
-    work = target.with_name(f".{target.name}.part-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(target)
-        _require_space(target, params)
-        work.mkdir()
-        try:
-            _write_arrays(work / _PARAMS, _tree(config, params))
-            if tokenizer is not None:
-                _copy_tokenizer(Path(tokenizer), work)
-            # Last: a folder without it does not load.
-            (work / _CONFIG).write_text(json.dumps(config_to_hf(config), indent=2) + "\n")
-            _put_in_place(work, target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise _write_error(target, error) from error
-    except ValueError as error:
-        # The array library reports what the file system says in errors of its own.
-        if "NO_SPACE" not in str(error) and "No space left" not in str(error):
-            raise
-        raise _write_error(target, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
-    return target
+    return (folder / PARAMS).is_dir()
 
 
 def load_orbax(
@@ -123,6 +60,7 @@ def load_orbax(
     NaN or infinite values.
     """
     folder = Path(path)
+    _check_files(folder)
     stored = _check_metadata(folder, config, dtype)
     shardings = shardings or {}
     place = _Placement(config, dtype, stacked, shardings)
@@ -144,145 +82,28 @@ def load_orbax(
 
 def read_config(folder: Path) -> LlamaConfig:
     """The configuration of an Orbax checkpoint."""
-    if not (folder / _CONFIG).is_file():
-        raise UserError(f"{folder} has no {_CONFIG}: it is no whole checkpoint; convert it again")
-    return config_from_hf(read_json(folder / _CONFIG))
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} has no {CONFIG}: it is no whole checkpoint; convert it again")
+    return config_from_hf(read_json(folder / CONFIG))
 
 
-def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """The contents of a Hugging Face config.json that `config_from_hf` reads back as `config`."""
-    architecture = "Qwen2ForCausalLM" if config.attention_bias else "LlamaForCausalLM"
-    values: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": "qwen2" if config.attention_bias else "llama",
-        "_name_or_path": config.name,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
-    if (scaling := config.rope_scaling) is not None:
-        values["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    return values
+def file_sizes(params: Path) -> dict[str, int]:
+    """Bytes of every file below `params`, by its path there."""
+    files = sorted(path for path in params.rglob("*") if path.is_file())
+    return {path.relative_to(params).as_posix(): path.stat().st_size for path in files}
 
 
-# --- writing --------------------------------------------------------------------------------
-
-
-def _tree(config: LlamaConfig, params: nnx.State) -> dict[str, Any]:
-    """The nested dict that is stored: plain arrays, one per layer."""
-    tree: dict[str, Any] = {"layers": {str(i): {} for i in range(config.num_layers)}}
-    for path, leaf in cast(Iterable[tuple[ParamPath, Any]], nnx.to_flat_state(params)):
-        value = leaf[...]
-        if path[0] != "layers":
-            tree[str(path[0])] = value
-        elif len(path) == 3:
-            tree["layers"][str(path[1])][path[2]] = value
-        else:
-            for i in range(config.num_layers):
-                tree["layers"][str(i)][path[1]] = value[i]
-    return tree
-
-
-def _write_arrays(path: Path, tree: dict[str, Any]) -> None:
-    from orbax.checkpoint import v1 as ocp
-
-    context = ocp.Context()
-    if hasattr(context, "memory"):
-        # Without limits everything is copied before anything is written.
-        context.memory.transfer_concurrent_bytes = _GROUP_BYTES
-        context.memory.write_concurrent_bytes = _GROUP_BYTES
-    with context:
-        ocp.save(str(path), tree)
-
-
-def _require_space(target: Path, params: nnx.State) -> None:
-    # Orbax reports a disk that fills up in hundreds of lines, from its own threads.
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) + (1 << 24)
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise UserError(
-            f"cannot write the checkpoint {target}: it takes {needed / 1e6:.0f} MB and "
-            f"{free / 1e6:.0f} MB are free; choose another folder or a smaller dtype"
-        )
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    if source.is_dir():
-        found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
-        for file in found:
-            shutil.copyfile(file, folder / file.name)
-        has_tokenizer = any(file.name in ("tokenizer.json", "tokenizer.model") for file in found)
-        ggufs = sorted(source.glob("*.gguf"))
-        if has_tokenizer or len(ggufs) != 1:
-            return
-        source = ggufs[0]
-    header = read_gguf_header(source)
-    with open(source, "rb") as stream:
-        stream.seek(24)
-        metadata = stream.read(header.metadata_end - 24)
-    count = struct.pack("<IQQ", 3, 0, header.metadata_count)
-    (folder / "tokenizer.gguf").write_bytes(b"GGUF" + count + metadata)
-
-
-def _clear_leftovers(target: Path) -> None:
-    """Removes what killed processes left of the same target; a live one keeps its folder."""
-    for leftover in target.parent.glob(f".{target.name}.part-*"):
-        process = leftover.name.rpartition("-")[2]
-        if process.isdigit() and not _is_alive(int(process)):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    if process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _put_in_place(work: Path, target: Path) -> None:
-    if not target.exists():
-        os.replace(work, target)
-        return
-    old = work.with_name(work.name + ".old")
-    os.replace(target, old)
-    try:
-        os.replace(work, target)
-    except OSError:
-        os.replace(old, target)
-        raise
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink()
-
-
-def _write_error(target: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot write the checkpoint {target}: {error.strerror or error}; choose another folder"
-    )
-
-
-# --- reading --------------------------------------------------------------------------------
+def _check_files(folder: Path) -> None:
+    """Compares the sizes of all files: Orbax tells of a truncated one in hundreds of lines."""
+    sizes = file_sizes(folder / PARAMS)
+    for name, expected in read_json(folder / FILES).items():
+        if name not in sizes:
+            raise UserError(f"{folder / PARAMS / name} is missing; convert the checkpoint again")
+        if sizes[name] != expected:
+            raise UserError(
+                f"{folder / PARAMS / name} is truncated or damaged: it has {sizes[name]} of "
+                f"{expected} bytes; convert the checkpoint again"
+            )
 
 
 def _check_metadata(
@@ -298,7 +119,7 @@ def _check_metadata(
         for path, leaf in fill.abstract_leaves(config, dtype, stacked=False).items()
     }
     with _reading(folder):
-        tree = ocp.metadata(str((folder / _PARAMS).absolute())).metadata
+        tree = ocp.metadata(str((folder / PARAMS).absolute())).metadata
         found = {
             tuple(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape)
             for path, leaf in jax.tree_util.tree_flatten_with_path(
@@ -331,7 +152,7 @@ def _groups(stored: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> Iterable[list[P
     group: list[ParamPath] = []
     total = 0
     for path in sorted(stored, key=size, reverse=True):
-        if group and total + size(path) > _GROUP_BYTES:
+        if group and total + size(path) > GROUP_BYTES:
             yield group
             group, total = [], 0
         group.append(path)
@@ -359,7 +180,7 @@ def _read_arrays(
             sharding = place.sharding_of_single(path)
             node[str(path[-1])] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     with _reading(folder):
-        loaded = cast(dict[str, Any], ocp.load(str((folder / _PARAMS).absolute()), tree))
+        loaded = cast(dict[str, Any], ocp.load(str((folder / PARAMS).absolute()), tree))
     values: dict[ParamPath, jax.Array] = {}
     for path in group:
         node = loaded
@@ -372,14 +193,27 @@ def _read_arrays(
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     """Turns whatever Orbax raises for a damaged checkpoint into one line."""
+    reason = None
+    # Of Orbax's many tasks one reports the damage. The others report it to stderr as soon as
+    # they are collected, so that has to happen in here.
+    hook, log = sys.unraisablehook, logging.getLogger("asyncio")
+    quiet = log.disabled
+    sys.unraisablehook, log.disabled = lambda _: None, True
     try:
-        yield
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        try:
+            yield
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = lines[0].partition(". See full")[0][:200]
+            traceback.clear_frames(error.__traceback__)
+        if reason is not None:
+            gc.collect()
+    finally:
+        sys.unraisablehook, log.disabled = hook, quiet
+    if reason is not None:
         raise UserError(
-            f"{folder} is no readable Orbax checkpoint, or is damaged: {lines[0][:200]}; "
-            "convert it again"
-        ) from error
+            f"{folder} is no readable Orbax checkpoint, or is damaged: {reason}; convert it again"
+        )
 
 
 def _is_finite(value: jax.Array) -> bool:
