@@ -2,7 +2,6 @@
 
 import functools
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from kvjax.models import llama
 from kvjax.models.config import config_from_hf, get_model_entry
-from kvjax.models.layout import tensor_slots, undo_gguf_permutation
+from kvjax.models.weights import load_params
 from tests.conftest import REPOSITORY
 from tests.golden import tiny_models
 from tests.models.llama_helpers import empty_cache, params_from, run
@@ -55,18 +54,8 @@ def test_decoding_token_by_token_equals_one_pass(case):
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path):
-    """SmolLM2-135M-Instruct in f32, one array per layer."""
-    config = get_model_entry("smollm2-135m").config
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2_path).tensors}
-    slots = {slot.hf_name: slot for slot in tensor_slots(config)}
-
-    def read(name: str) -> np.ndarray:
-        slot = slots[name]
-        tensor = tensors[slot.gguf_name]
-        data = gguf.dequantize(tensor.data, tensor.tensor_type)
-        return undo_gguf_permutation(data, slot.rope_heads) if slot.rope_heads else data
-
-    return config, llama.unstack_layers(params_from(config, read), donate=True)
+    """SmolLM2-135M-Instruct in f32, one array per layer, as the package loads it on CPU."""
+    return load_params(smollm2_path, get_model_entry("smollm2-135m").config, stacked=False)
 
 
 def test_smollm2_equals_transformers(smollm2):
