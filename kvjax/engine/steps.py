@@ -25,7 +25,7 @@ from kvjax.cache import (
 from kvjax.cache.methods import Method
 from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
 from kvjax.engine.sampling import SamplingState, sample
-from kvjax.kernels import PagedPrefix, paged_attention, prefill_attention, window_metrics
+from kvjax.kernels import Prefix, paged_attention, prefill_attention, window_metrics
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
 
@@ -74,6 +74,21 @@ def _prompt_metric(
     return reduce_group(received.reshape(num_heads, -1, num_tokens), observation.group)
 
 
+def _scratch(
+    config: LlamaConfig, params: nnx.State, num_tokens: int, num_metrics: int
+) -> tuple[Array, Array, Array]:
+    """Room for the keys, values and metrics of all layers, filled layer by layer in place."""
+    layers, heads = config.num_layers, config.num_kv_heads
+    dtype = jax.tree.leaves(params)[0].dtype
+    kv = jnp.zeros((layers, num_tokens, heads, config.head_dim), dtype)
+    return kv, kv, jnp.zeros((layers, heads, num_metrics), jnp.float32)
+
+
+def _stored(scratch: tuple[Array, ...], layer: Array, *parts: Array) -> tuple[Array, ...]:
+    """The scratch with the parts of one layer filled in."""
+    return tuple(whole.at[layer].set(part) for whole, part in zip(scratch, parts, strict=True))
+
+
 def prefill(
     config: LlamaConfig,
     method: Method,
@@ -94,13 +109,17 @@ def prefill(
         What there is to cache, and the logits of the next token.
     """
 
-    def attend(carry, layer, q, k, v):
+    def attend(scratch, layer, q, k, v):
         q, k, v = q[0], k[0], v[0]
-        metric = _prompt_metric(method, q, k, length)
-        return carry, prefill_attention(q, k, v)[None], (k, v, metric)
+        scratch = _stored(scratch, layer, k, v, _prompt_metric(method, q, k, length))
+        return scratch, prefill_attention(q, k, v)[None], None
 
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    hidden, _, (k, v, metric) = forward(config, params, tokens[None], positions[None], attend, None)
+    num_tokens = tokens.shape[0]
+    positions = jnp.arange(num_tokens, dtype=jnp.int32)
+    scratch = _scratch(config, params, num_tokens, num_tokens)
+    hidden, (k, v, metric), _ = forward(
+        config, params, tokens[None], positions[None], attend, scratch
+    )
     last = lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False)
     return PromptKV(k, v, metric, length), logits(config, params, last)
 
@@ -159,16 +178,14 @@ def prefill_chunk(
     num_heads, b = cache.num_kv_heads, cache.block_size
     num_held = cache.max_blocks * b
 
-    def chunk_metric(q, k, table, context_len):
+    def chunk_metric(q, k, page, prefix):
         # Held and new keys side by side, each with its position: [H, M·b + T].
         if observation is None:
             shape = (num_heads, num_held + num_tokens)
             return jnp.zeros(shape, jnp.float32)
-        page = jnp.minimum(table, cache.num_blocks - 1)
-        held = jnp.arange(num_held) < context_len[:, None]
+        held = jnp.arange(num_held) < prefix.length[:, None]
         held_position = jnp.where(held, cache.position[page].reshape(num_heads, num_held), -1)
-        held_k = cache.k[page].reshape(num_heads, num_held, -1)
-        held_k = jnp.swapaxes(jnp.where(held[..., None], held_k, 0), 0, 1)
+        held_k = jnp.swapaxes(jnp.where(held[..., None], prefix.k, 0), 0, 1)
         new_position = jnp.where(jnp.arange(num_tokens) < length, positions, -1)
         new_position = jnp.broadcast_to(new_position, (num_heads, num_tokens))
         key_position = jnp.concatenate([held_position, new_position], axis=1)
@@ -185,14 +202,33 @@ def prefill_chunk(
         received = pool_metric_at(received, key_position, observation.pool)
         return reduce_group(received, observation.group)
 
-    def attend(carry, layer, q, k, v):
+    def attend(scratch, layer, q, k, v):
         q, k, v = q[0], k[0], v[0]
-        table, context_len = cache.block_table[slot, layer], cache.context_len[slot, layer]
-        prefix = PagedPrefix(cache.k, cache.v, table, context_len)
-        out = prefill_attention(q, k, v, prefix=prefix)
-        return carry, out[None], (k, v, chunk_metric(q, k, table, context_len))
 
-    hidden, _, (k, v, metric) = forward(config, params, tokens[None], positions[None], attend, None)
+        def observe_and_attend():
+            page = jnp.minimum(cache.block_table[slot, layer], cache.num_blocks - 1)
+            rows = (num_heads, num_held, -1)
+            prefix = Prefix(
+                cache.k[page].reshape(rows),
+                cache.v[page].reshape(rows),
+                cache.context_len[slot, layer],
+            )
+            return prefill_attention(q, k, v, prefix=prefix), chunk_metric(q, k, page, prefix)
+
+        def neither():
+            metric = jnp.zeros((num_heads, num_held + num_tokens), jnp.float32)
+            return jnp.zeros(q.shape, v.dtype), metric
+
+        # Always the first. As a branch it is one unit that ends before the next layer begins:
+        # unrolled layers would else hold what each of them gathered from the pool to the end, and
+        # the pool would be copied because a read of it might come after the write below.
+        out, metric = lax.cond(length > 0, observe_and_attend, neither)
+        return _stored(scratch, layer, k, v, metric), out[None], None
+
+    scratch = _scratch(config, params, num_tokens, num_held + num_tokens)
+    hidden, (k, v, metric), _ = forward(
+        config, params, tokens[None], positions[None], attend, scratch
+    )
     held_len = cache.context_len[slot]
     cache, ok = write_prompt(cache, slot, k, v, metric[..., num_held:], length)
     if observation is not None:

@@ -2,11 +2,11 @@
 
 from kvjax.kernels.choice import explain
 from kvjax.kernels.paged_attention import paged_attention, plan_paged_attention
-from kvjax.kernels.prefill_attention import PagedPrefix, prefill_attention
+from kvjax.kernels.prefill_attention import Prefix, prefill_attention
 from kvjax.kernels.window_metrics import window_metrics
 
 __all__ = [
-    "PagedPrefix",
+    "Prefix",
     "explain",
     "paged_attention",
     "plan_paged_attention",

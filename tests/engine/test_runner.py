@@ -11,7 +11,8 @@ from kvjax.cache import CompressionConfig, check_invariants, free_blocks
 from kvjax.cache.methods import METHODS
 from kvjax.engine import Generation, Runner, RunnerConfig, SamplingParams, plan_blocks
 from kvjax.errors import UserError
-from kvjax.models.llama import forward, logits
+from kvjax.models.config import MODELS
+from kvjax.models.llama import forward, init_params, logits, unstack_layers
 from kvjax.models.tokenizer import ByteTokenizer
 from tests.engine.conftest import TINY
 
@@ -216,10 +217,12 @@ def test_refusals(tiny_params):
         )
 
 
+@pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("method", ["full", "kv-compress-continual"])
-def test_no_step_copies_the_pool(tiny_params, method):
+def test_no_step_copies_the_pool(tiny_params, method, stacked):
+    params = tiny_params if stacked else unstack_layers(tiny_params)
     compression = CompressionConfig(method=method, max_cache_tokens=64)
-    runner = make_runner(tiny_params, compression, blocks=1 << 16, block_size=16, prefill_chunk=64)
+    runner = make_runner(params, compression, blocks=1 << 16, block_size=16, prefill_chunk=64)
     runner.warm_up(60)
     runner.warm_up(150)
     pool = runner.cache.k.nbytes + runner.cache.v.nbytes
@@ -229,3 +232,20 @@ def test_no_step_copies_the_pool(tiny_params, method):
             memory = compiled.memory_analysis()
             assert memory.temp_size_in_bytes < pool / 10, name
             assert memory.alias_size_in_bytes >= whole, name
+
+
+@pytest.mark.slow
+def test_a_long_prompt_peaks_below_its_full_cache():
+    length = 32_000
+    model = MODELS["smollm2-135m"].config
+    compression = CompressionConfig(rate=8)
+    config = RunnerConfig(max_len=length + 64, prefill_chunk=4096)
+    blocks = plan_blocks(model, config, compression, length, 64)
+    params = init_params(model, "float32", stacked=False)
+    runner = Runner(model, params, config, compression, num_blocks=blocks)
+    runner.warm_up(length)
+    full = length * model.num_layers * model.num_kv_heads * 2 * model.head_dim * 4
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.cache))
+    steps = [c for name, c in runner._compiled.items() if name.startswith(("chunk", "compress"))]
+    assert len(steps) == 2
+    assert held + max(c.memory_analysis().temp_size_in_bytes for c in steps) < 0.7 * full

@@ -13,13 +13,17 @@ from kvjax.kernels.prefill_attention import reference
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedPrefix:
-    """KVs of one layer of one sequence that come before every query, in the pool."""
+class Prefix:
+    """KVs of one layer of one sequence that come before every query.
 
-    k: Float[Array, "N b d"]
-    v: Float[Array, "N b d"]
-    block_table: Int32[Array, "H M"]
-    context_len: Int32[Array, " H"]
+    Gathered from the pool by the caller: a loop that reads the pool itself would make XLA copy it
+    before a later step can write to it in place.
+    """
+
+    k: Float[Array, "H P d"]
+    v: Float[Array, "H P d"]
+    length: Int32[Array, " H"]
+    """How many of them each head holds; the rest may be anything."""
 
 
 def prefill_attention(
@@ -27,7 +31,7 @@ def prefill_attention(
     k: Float[Array, "T H d"],
     v: Float[Array, "T H d"],
     *,
-    prefix: PagedPrefix | None = None,
+    prefix: Prefix | None = None,
     scale: float | None = None,
 ) -> Float[Array, "T Hr d"]:
     """Causal attention of a prompt in memory linear in its length.
@@ -42,8 +46,6 @@ def prefill_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     part = reference.causal(q, k, v, scale)
     if prefix is not None:
-        before = reference.over_prefix(
-            q, prefix.k, prefix.v, prefix.block_table, prefix.context_len, scale
-        )
+        before = reference.over_prefix(q, prefix.k, prefix.v, prefix.length, scale)
         part = reference.merged(part, before)
     return reference.normalised(part, v.dtype)

@@ -5,12 +5,55 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 BLOCK = 256
-"""Queries, and keys, of one tile of the causal part."""
-PREFIX_TOKENS = 512
-"""KVs of the prefix gathered from each head at once."""
-
+"""Queries, and keys, of one tile of logits."""
 Partial = tuple[Float[Array, "H r T d"], Float[Array, "H r T"], Float[Array, "H r T"]]
 """Unnormalised output, largest logit and sum of weights, float32."""
+
+
+def _tiles(q: Float[Array, "T Hr d"], num_heads: int, scale: float) -> Float[Array, "n H rs d"]:
+    """Scaled queries in tiles of s = min(BLOCK, T) tokens, the r heads of a group side by side."""
+    num_tokens, num_query_heads, d = q.shape
+    group, size = num_query_heads // num_heads, min(BLOCK, num_tokens)
+    tiles = -(-num_tokens // size)
+    q = jnp.pad(q, ((0, tiles * size - num_tokens), (0, 0), (0, 0))).astype(jnp.float32) * scale
+    q = q.reshape(tiles, size, num_heads, group, d).transpose(0, 2, 3, 1, 4)
+    return q.reshape(tiles, num_heads, group * size, d)
+
+
+def _nothing_yet(num_heads: int, rows: int, d: int) -> tuple[Array, Array, Array]:
+    """Output, largest logit and sum of weights before any key."""
+    return (
+        jnp.zeros((num_heads, rows, d), jnp.float32),
+        jnp.full((num_heads, rows), -jnp.inf, jnp.float32),
+        jnp.zeros((num_heads, rows), jnp.float32),
+    )
+
+
+def _one_more_tile(
+    carry: tuple[Array, Array, Array], s: Array, v: Float[Array, "H t d"]
+) -> tuple[Array, Array, Array]:
+    """Online softmax: the carry after a tile of logits s [H, rows, t] and its values."""
+    out, top, total = carry
+    new_top = jnp.maximum(top, jnp.max(s, axis=-1))
+    # A row that has seen no key yet has no finite maximum.
+    finite = jnp.where(jnp.isfinite(new_top), new_top, 0)
+    p = jnp.exp(s - finite[..., None])
+    decay = jnp.exp(top - finite)
+    out = out * decay[..., None] + jnp.einsum("hqt,htd->hqd", p, v)
+    return out, new_top, total * decay + jnp.sum(p, axis=-1)
+
+
+def _in_order(part: tuple[Array, Array, Array], group: int, num_tokens: int) -> Partial:
+    """Stacked tiles [n, H, r·s, …] as [H, r, T, …]."""
+
+    def ordered(x):
+        tiles, num_heads, rows = x.shape[:3]
+        x = x.reshape(tiles, num_heads, group, rows // group, *x.shape[3:])
+        x = jnp.moveaxis(x, 0, 2).reshape(num_heads, group, -1, *x.shape[4:])
+        return x[:, :, :num_tokens]
+
+    out, top, total = part
+    return ordered(out), ordered(top), ordered(total)
 
 
 def causal(
@@ -23,105 +66,61 @@ def causal(
     num_tokens, num_query_heads, d = q.shape
     num_heads = k.shape[1]
     group = num_query_heads // num_heads
-    size = min(BLOCK, num_tokens)
-    tiles = -(-num_tokens // size)
+    q = _tiles(q, num_heads, scale)
+    tiles, _, rows, _ = q.shape
+    size = rows // group
     pad = ((0, tiles * size - num_tokens), (0, 0), (0, 0))
-    q = jnp.pad(q, pad).astype(jnp.float32) * scale
-    q = q.reshape(tiles, size, num_heads, group, d).transpose(0, 2, 3, 1, 4)
-    q = q.reshape(tiles, num_heads, group * size, d)
     k = jnp.swapaxes(jnp.pad(k, pad), 0, 1).astype(jnp.float32)
     v = jnp.swapaxes(jnp.pad(v, pad), 0, 1).astype(jnp.float32)
     within = jnp.arange(size)
     on_diagonal = jnp.tile(within, group)[:, None] >= within
-    rows = (num_heads, group * size)
 
     def attend_tiles(_, tile):
         i, q_i = tile
 
         def attend_tile(j, carry):
-            out, top, total = carry
             k_j = lax.dynamic_slice_in_dim(k, j * size, size, axis=1)
             v_j = lax.dynamic_slice_in_dim(v, j * size, size, axis=1)
             s = jnp.einsum("hqd,htd->hqt", q_i, k_j)
-            s = jnp.where((j < i) | on_diagonal, s, -jnp.inf)
-            # Every row sees a key of every tile it gets to, so the maximum is finite.
-            new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-            p = jnp.exp(s - new_top[..., None])
-            decay = jnp.exp(top - new_top)
-            out = out * decay[..., None] + jnp.einsum("hqt,htd->hqd", p, v_j)
-            return out, new_top, total * decay + jnp.sum(p, axis=-1)
+            return _one_more_tile(carry, jnp.where((j < i) | on_diagonal, s, -jnp.inf), v_j)
 
-        return None, lax.fori_loop(
-            0,
-            i + 1,
-            attend_tile,
-            (
-                jnp.zeros((*rows, d), jnp.float32),
-                jnp.full(rows, -jnp.inf, jnp.float32),
-                jnp.zeros(rows, jnp.float32),
-            ),
-        )
+        return None, lax.fori_loop(0, i + 1, attend_tile, _nothing_yet(num_heads, rows, d))
 
-    _, parts = lax.scan(attend_tiles, None, (jnp.arange(tiles), q))
-
-    def in_order(x):
-        # [tiles, H, r·size, ...] -> [H, r, T, ...]
-        x = x.reshape(tiles, num_heads, group, size, *x.shape[3:])
-        x = jnp.moveaxis(x, 0, 2).reshape(num_heads, group, tiles * size, *x.shape[4:])
-        return x[:, :, :num_tokens]
-
-    out, top, total = parts
-    return in_order(out), in_order(top), in_order(total)
+    _, part = lax.scan(attend_tiles, None, (jnp.arange(tiles), q))
+    return _in_order(part, group, num_tokens)
 
 
 def over_prefix(
     q: Float[Array, "T Hr d"],
-    k_pool: Float[Array, "N b d"],
-    v_pool: Float[Array, "N b d"],
-    block_table: Int32[Array, "H M"],
-    context_len: Int32[Array, " H"],
+    k: Float[Array, "H P d"],
+    v: Float[Array, "H P d"],
+    length: Int32[Array, " H"],
     scale: float,
 ) -> Partial:
-    """Attention of all queries over everything that one sequence's heads hold in the pool."""
+    """Attention of all queries over the first `length` KVs of each head."""
     num_tokens, num_query_heads, d = q.shape
-    num_blocks, b, _ = k_pool.shape
-    num_heads, max_blocks = block_table.shape
-    group = num_query_heads // num_heads
-    pages = max(1, min(max_blocks, PREFIX_TOKENS // b))
-    table = jnp.minimum(block_table, num_blocks - 1)
-    table = jnp.pad(table, ((0, 0), (0, -max_blocks % pages)))
-    chunk = pages * b
-    q = q.reshape(num_tokens, num_heads, group, d).transpose(1, 2, 0, 3).astype(jnp.float32)
-    q = q.reshape(num_heads, group * num_tokens, d) * scale
+    num_heads, num_held, _ = k.shape
+    size = min(BLOCK, num_held)
+    pad = ((0, 0), (0, -num_held % size), (0, 0))
+    k, v = jnp.pad(k, pad), jnp.pad(v, pad)
+    num_tiles = (jnp.max(length) + size - 1) // size
+    q = _tiles(q, num_heads, scale)
 
-    def attend_chunk(i, carry):
-        out, top, total = carry
-        page = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        valid = i * chunk + jnp.arange(chunk) < context_len[:, None]
-        k_c = k_pool[page].reshape(num_heads, chunk, d).astype(jnp.float32)
-        v_c = jnp.where(valid[..., None], v_pool[page].reshape(num_heads, chunk, d), 0)
-        s = jnp.einsum("hqd,htd->hqt", q, k_c)
-        s = jnp.where(valid[:, None], s, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(s, axis=-1))
-        finite = jnp.where(jnp.isfinite(new_top), new_top, 0)
-        p = jnp.exp(s - finite[..., None])
-        decay = jnp.exp(top - finite)
-        out = out * decay[..., None] + jnp.einsum("hqt,htd->hqd", p, v_c.astype(jnp.float32))
-        return out, new_top, total * decay + jnp.sum(p, axis=-1)
+    def attend_tiles(_, q_i):
+        def attend_tile(j, carry):
+            valid = j * size + jnp.arange(size) < length[:, None]
+            k_j = lax.dynamic_slice_in_dim(k, j * size, size, axis=1).astype(jnp.float32)
+            v_j = lax.dynamic_slice_in_dim(v, j * size, size, axis=1)
+            # Weight 0 does not silence a NaN in a slot nobody wrote.
+            v_j = jnp.where(valid[..., None], v_j, 0).astype(jnp.float32)
+            s = jnp.where(valid[:, None], jnp.einsum("hqd,htd->hqt", q_i, k_j), -jnp.inf)
+            return _one_more_tile(carry, s, v_j)
 
-    rows = (num_heads, group * num_tokens)
-    out, top, total = lax.fori_loop(
-        0,
-        (jnp.max(context_len) + chunk - 1) // chunk,
-        attend_chunk,
-        (
-            jnp.zeros((*rows, d), jnp.float32),
-            jnp.full(rows, -jnp.inf, jnp.float32),
-            jnp.zeros(rows, jnp.float32),
-        ),
-    )
-    shape = (num_heads, group, num_tokens)
-    return out.reshape(*shape, d), top.reshape(shape), total.reshape(shape)
+        start = _nothing_yet(num_heads, q_i.shape[1], d)
+        return None, lax.fori_loop(0, num_tiles, attend_tile, start)
+
+    _, part = lax.scan(attend_tiles, None, q)
+    return _in_order(part, num_query_heads // num_heads, num_tokens)
 
 
 def merged(first: Partial, second: Partial) -> Partial:

@@ -8,7 +8,9 @@ from jaxtyping import Array, Float, Int32
 from kvjax.kernels.window_metrics import reference
 
 QUERY_BLOCK = 1024
-"""Queries whose attention rows exist at once: memory stays linear in the keys."""
+"""Most queries whose attention rows exist at once: memory stays linear in the keys."""
+BLOCK_ELEMENTS = 1 << 24
+"""Attention weights that exist at once, about; long prompts take fewer queries at a time."""
 
 
 def window_metrics(
@@ -20,7 +22,7 @@ def window_metrics(
     power: int = 2,
     excluded_distance: int = 0,
     scale: float | None = None,
-    query_block: int = QUERY_BLOCK,
+    query_block: int | None = None,
 ) -> Float[Array, "Hr T"]:
     """Σ over the queries of p^power, p the softmax of one query over all keys it may see.
 
@@ -35,7 +37,7 @@ def window_metrics(
         power: 1 (sum) or 2 (sum of squares).
         excluded_distance: a pair counts only if query − key ≥ this.
         scale: factor of the logits, 1/√d by default.
-        query_block: queries handled at once (static).
+        query_block: queries handled at once (static); by default as many as memory allows.
 
     Raises:
         ValueError: `power` is neither 1 nor 2.
@@ -43,6 +45,8 @@ def window_metrics(
     if power not in (1, 2):
         raise ValueError(f"power: got {power}, wanted 1 or 2")
     num_keys, num_heads, d = k.shape
+    if query_block is None:
+        query_block = min(QUERY_BLOCK, max(8, BLOCK_ELEMENTS // (q.shape[1] * num_keys)))
     if key_position is None:
         key_position = jnp.arange(num_keys, dtype=jnp.int32)
     if key_position.ndim == 1:
