@@ -33,7 +33,10 @@ def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None 
 
 
 class Progress:
-    """One status line on stderr: rewritten on a terminal, a line per stage elsewhere."""
+    """One status line on stderr: rewritten on a terminal, a line per stage elsewhere.
+
+    A context manager: leave it, or call `clear`, before anything else is printed.
+    """
 
     def __init__(self):
         self._live = sys.stderr.isatty()
@@ -49,6 +52,12 @@ class Progress:
         self._stage = stage
 
     def clear(self) -> None:
-        """Take the line away, before something else is printed."""
+        """Take the line away."""
         if self._live:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()

@@ -24,16 +24,16 @@ from pathlib import Path
 # Nothing is computed here: memory of an accelerator would only be in the way.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from kvjax.cli import ArgumentParser, Progress, main_of
 from kvjax.errors import UserError
 from kvjax.models.config import MODELS
 from kvjax.models.hub import resolve_weights
-from kvjax.models.hub.progress import ProgressLine
 from kvjax.models.weights import load_params, save_orbax
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", help="folder, GGUF file, hub id, or name of a known model")
@@ -55,7 +55,7 @@ def convert(options: argparse.Namespace) -> str:
     if options.output.exists() and not options.force:
         raise UserError(f"{options.output} exists already: choose another folder or give --force")
     named = options.source.lower() in MODELS and not Path(options.source).exists()
-    with ProgressLine() as line:
+    with Progress() as line:
         progress = None if options.quiet else line
         if named:
             source = resolve_weights(options.source, None, progress)
@@ -73,17 +73,9 @@ def convert(options: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; the exit code."""
-    options = parse_arguments(arguments)
-    try:
-        print(convert(options))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
+    print(convert(parse_arguments(arguments)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(main))

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.cli import main_of
 from kvjax.errors import UserError
 from kvjax.models.weights import load_params
 from tests.models.checkpoints import (
@@ -47,7 +48,7 @@ def test_folder_to_orbax(
     script: ModuleType, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert script.main([str(source), str(out), "--dtype", "float32"]) == 0
+    assert main_of(script.main, [str(source), str(out), "--dtype", "float32"]) == 0
     stdout, stderr = capsys.readouterr()
     assert stdout.startswith(f"{out}: source, float32, ")
     assert stderr == "load …\nwrite …\n"
@@ -57,7 +58,7 @@ def test_folder_to_orbax(
 
 
 def test_default_dtype_is_bfloat16(script: ModuleType, source: Path, tmp_path: Path) -> None:
-    assert script.main([str(source), str(tmp_path / "out"), "--quiet"]) == 0
+    assert main_of(script.main, [str(source), str(tmp_path / "out"), "--quiet"]) == 0
     _, params = load_params(tmp_path / "out")
     _, rounded = load_params(source, dtype="bfloat16")
     jax.tree.map(
@@ -69,7 +70,7 @@ def test_gguf_to_orbax(script: ModuleType, tmp_path: Path) -> None:
     tensors = random_tensors(CONFIG)
     source = write_gguf(tmp_path / "model.gguf", CONFIG, tensors)
     out = tmp_path / "out"
-    assert script.main([str(source), str(out), "--dtype", "float32", "--quiet"]) == 0
+    assert main_of(script.main, [str(source), str(out), "--dtype", "float32", "--quiet"]) == 0
     _, params = load_params(out)
     assert_params(params, expected_params(CONFIG, tensors))
     assert (out / "tokenizer.gguf").is_file()
@@ -86,7 +87,7 @@ def test_named_model(
         return source
 
     monkeypatch.setattr(script, "resolve_weights", resolve)
-    assert script.main(["smollm2-135m", str(tmp_path / "out"), "--quiet"]) == 2
+    assert main_of(script.main, ["smollm2-135m", str(tmp_path / "out"), "--quiet"]) == 2
     assert asked == [("smollm2-135m", None)]
     assert not (tmp_path / "out").exists()
 
@@ -97,13 +98,13 @@ def test_force(
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("data")
-    assert script.main([str(source), str(out)]) == 2
+    assert main_of(script.main, [str(source), str(out)]) == 2
     stdout, stderr = capsys.readouterr()
     assert stdout == ""
     assert stderr.startswith(f"error: {out} exists already")
     assert "--force" in stderr
     assert (out / "precious").exists()
-    assert script.main([str(source), str(out), "--force", "--quiet"]) == 0
+    assert main_of(script.main, [str(source), str(out), "--force", "--quiet"]) == 0
     assert not (out / "precious").exists()
     load_params(out)
 
@@ -111,7 +112,7 @@ def test_force(
 def test_bad_source(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF\3\0\0\0")
     for source in ("bad.gguf", "absent"):
-        assert script.main([str(tmp_path / source), str(tmp_path / "out"), "--quiet"]) == 2
+        assert main_of(script.main, [str(tmp_path / source), str(tmp_path / "out"), "--quiet"]) == 2
         stdout, stderr = capsys.readouterr()
         assert stdout == ""
         assert stderr.startswith("error: ")
@@ -172,6 +173,6 @@ def test_killed_run_leaves_nothing_that_loads(
     with pytest.raises(UserError, match=r"no config\.json"):
         load_params(left)
     time.sleep(0.05)
-    assert script.main([str(source), str(out), "--quiet"]) == 0
+    assert main_of(script.main, [str(source), str(out), "--quiet"]) == 0
     assert list(out.parent.iterdir()) == [out]
     load_params(out)

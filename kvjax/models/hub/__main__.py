@@ -1,34 +1,25 @@
 """Fetches a model's weights ahead of its first use: `python -m kvjax.models.hub NAME`."""
 
-import argparse
 import sys
 
-from kvjax.errors import UserError
+from kvjax.cli import ArgumentParser, Progress, main_of
 from kvjax.models.hub import resolve_weights
-from kvjax.models.hub.progress import ProgressLine
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Fetches the weights of one model and prints where they are."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m kvjax.models.hub",
         description="Fetch a model's weights ahead of its first use and print their path.",
     )
     parser.add_argument("model", help="name of the model, for instance smollm2-135m")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     options = parser.parse_args(arguments)
-    try:
-        with ProgressLine() as progress:
-            path = resolve_weights(options.model, None, None if options.quiet else progress)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    with Progress() as progress:
+        path = resolve_weights(options.model, None, None if options.quiet else progress)
     print(path)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(main))
