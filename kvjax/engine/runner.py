@@ -301,9 +301,11 @@ class Runner:
     def _too_small(self, slot: int, needed: int) -> UserError:
         """Empties the slot again and says what would do."""
         self.finish(slot)
+        heads = self.model.num_layers * self.model.num_kv_heads
+        tokens = -(-needed // heads) * self.config.block_size
         return UserError(
-            f"the pool of {self.cache.num_blocks} blocks is too small for this prompt: "
-            f"it needs {needed} blocks"
+            f"the pool of {self.cache.num_blocks} blocks is too small for this prompt: it needs "
+            f"{needed} blocks, a pool of {tokens} tokens"
         )
 
     def _prefill_at_once(self, slot: int, tokens: np.ndarray, keep: int):
