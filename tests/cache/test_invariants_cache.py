@@ -110,6 +110,22 @@ def test_invariant_09_allocator_partition():
     assert int(kv.free_blocks(pair.cache)) == 20
 
 
+def test_invariant_09_the_last_block_can_be_used():
+    """Exactly as many free blocks as an operation needs are enough, one fewer are not."""
+    pair = Pair(Geometry(blocks=8))
+    assert pair.write_prompt(0, 4)
+    assert pair.append([True, False, False])
+    assert int(kv.free_blocks(pair.cache)) == 0
+    pair.release([True, False, False])
+    assert pair.write_prompt(1, 8)
+    pair.release([False, True, False])
+    assert pair.allocate(np.full((3, 2, 2), 4) * (np.arange(3) < 2)[:, None, None])
+    pair = Pair(Geometry(blocks=7))
+    assert not pair.write_prompt(1, 8)
+    assert pair.write_prompt(0, 4)
+    assert not pair.append([True, False, False])
+
+
 def test_invariant_09_table_full():
     """A head at its largest length is refused one more KV, and nobody is advanced by half."""
     pair = Pair(Geometry(blocks=72, max_blocks=4))
