@@ -7,13 +7,14 @@ layers and steps with equal lengths can share it.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WorkList:
@@ -92,8 +93,8 @@ def build(context_len: Int32[Array, "S H"], tile: int, num_programs: int) -> Wor
     share = jnp.maximum((total + num_programs - 1) // num_programs, 1)
     begin = jnp.minimum(jnp.arange(num_programs, dtype=jnp.int32) * share, total)
     end = jnp.minimum(begin + share, total)
-    first = jnp.searchsorted(ends, begin, side="right").astype(jnp.int32)
-    last = jnp.searchsorted(ends, end - 1, side="right").astype(jnp.int32)
+    first = jnp.searchsorted(ends, begin, side="right", method="compare_all").astype(jnp.int32)
+    last = jnp.searchsorted(ends, end - 1, side="right", method="compare_all").astype(jnp.int32)
     count = jnp.where(end > begin, last - first + 1, 0)
     return WorkList(
         heads=jnp.stack([rows, ends - tiles, lengths, jnp.zeros_like(rows)], axis=1),

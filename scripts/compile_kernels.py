@@ -1,0 +1,211 @@
+"""Compile every kernel for accelerators that are not here, and print what each one takes.
+
+Why: the vendors' compilers see what lowering cannot (register spills, vector memory, operations
+that only the last pass refuses), and need no device. Run it after every change of a kernel.
+
+    pip install -e '.[cuda]'           # in an environment of its own: 4 GB
+    python scripts/compile_kernels.py --target h200
+    pip install -e '.[tpu]'            # in another one: 0.7 GB
+    python scripts/compile_kernels.py --target v5e --target v6e --only 'd=128'
+
+The table is printed in Markdown; the last line is the same as compact JSON. The exit code is 1 if a
+kernel did not compile or spills registers.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvjax.cli import ArgumentParser, main_of
+from kvjax.errors import UserError
+
+H200_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4814000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+"""What XLA would read off an H200."""
+
+TPU_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+PLUGINS = {
+    "h200": ("jax_cuda13_plugin", "cuda"),
+    "v5e": ("libtpu", "tpu"),
+    "v6e": ("libtpu", "tpu"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one kernel of one call takes. Bytes; None where the device has no such thing."""
+
+    target: str
+    call: str
+    kernel: str
+    registers: int | None = None
+    spilled: int | None = None
+    shared_memory: int | None = None
+    vector_memory: int | None = None
+    temporaries: int | None = None
+    error: str | None = None
+
+
+def calls(only: str) -> Iterator[tuple[str, Callable, tuple, tuple[int, ...]]]:
+    """(name, function, abstract arguments, donated arguments) of everything to compile."""
+    from kvjax.kernels import paged_attention
+    from kvjax.kernels.paged_attention import spec
+
+    def attend(q, k, v, table, lengths, metric):
+        return paged_attention(q, k, v, table, lengths, metric=metric, return_metric=True)
+
+    for family, shape in spec.FAMILIES.items():
+        if only in family:
+            yield family, attend, shape.arguments(), (5,)
+
+
+def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], device):
+    """The function compiled for a device that is not there."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+    sharding = SingleDeviceSharding(device)
+    arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments)
+    gpu = device.platform in ("gpu", "cuda")
+    kind = "NVIDIA H200" if gpu else device.device_kind
+    abstract = AbstractDevice(kind, 132 if gpu else 1, "gpu" if gpu else "tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+
+
+def gpu_rows(call: str, temporaries: int | None, folder: Path) -> Iterator[Row]:
+    """One row per kernel, from the reports that Mosaic GPU left in `folder`."""
+    for report in sorted(folder.glob("*.ptxas")):
+        text = report.read_text()
+        resources = report.with_suffix(".resources.txt").read_text()
+        yield Row(
+            target="h200",
+            call=call,
+            kernel=re.sub(r"_\d+$", "", report.stem),
+            registers=int(re.findall(r"Used (\d+) registers", text)[-1]),
+            spilled=sum(map(int, re.findall(r"(\d+) bytes spill", text))),
+            shared_memory=int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[-1]),
+            temporaries=temporaries,
+        )
+
+
+def tpu_rows(target: str, call: str, temporaries: int | None, text: str) -> Iterator[Row]:
+    """One row per kernel, from the compiled program's text."""
+    for line in text.splitlines():
+        if 'custom_call_target="tpu_custom_call"' not in line:
+            continue
+        name = re.findall(r"%([\w-]+)[.\d]* =", line)[0]
+        used = line[line.rindex("used_scoped_memory_configs") :]
+        memory = re.findall(r'"memory_space":"1","offset":"0","size":"(\d+)"', used)
+        yield Row(
+            target=target,
+            call=call,
+            kernel=name,
+            vector_memory=int(memory[0]) if memory else None,
+            temporaries=temporaries,
+        )
+
+
+def rows(target: str, only: str) -> Iterator[Row]:
+    """Compile everything for one target."""
+    from jax.experimental import topologies
+
+    if target == "h200":
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="1x1x1", target_config=H200_TARGET, topology="1x1x1"
+        )
+    else:
+        topology = topologies.get_topology_desc(TPU_TOPOLOGIES[target], "tpu")
+    device = topology.devices[0]
+    for call, function, arguments, donated in calls(only):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+            try:
+                program = compiled(function, arguments, donated, device)
+            except Exception as error:
+                yield Row(target, call, "", error=str(error).splitlines()[0][:200])
+                continue
+            memory = program.memory_analysis()
+            temporaries = memory.temp_size_in_bytes if memory else None
+            if target == "h200":
+                yield from gpu_rows(call, temporaries, Path(folder))
+            else:
+                yield from tpu_rows(target, call, temporaries, program.as_text() or "")
+
+
+def markdown(row: Row) -> str:
+    """The row as a line of the table."""
+    return "| " + " | ".join("" if x is None else str(x) for x in dataclasses.astuple(row)) + " |"
+
+
+def check_toolchain(target: str) -> None:
+    """Refuse a target whose compiler is not installed."""
+    module, extra = PLUGINS[target]
+    if importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"target {target!r} needs {module}: pip install 'jax[{extra}]' or '.[{extra}]'"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", action="append", choices=sorted(PLUGINS), required=True)
+    parser.add_argument("--only", default="", help="calls whose name contains this")
+    options = parser.parse_args(arguments)
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+    }
+    names = [field.name.replace("_", " ") for field in dataclasses.fields(Row)]
+    done: list[Row] = []
+    for target in options.target:
+        check_toolchain(target)
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+    for target in options.target:
+        for row in rows(target, options.only):
+            print(markdown(row), flush=True)
+            done.append(row)
+    bad = [row for row in done if row.error or row.spilled]
+    summary = {"kernels": len(done), "bad": [dataclasses.asdict(row) for row in bad]}
+    print(json.dumps(summary, separators=(",", ":")))
+    return 1 if bad or not done else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_of(main))
