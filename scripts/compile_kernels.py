@@ -54,6 +54,8 @@ device_description_str: "NVIDIA H200"
 """What XLA would read off an H200."""
 
 TPU_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+TPU_BLOCKS = 1 << 20
+"""Pools of more blocks do not fit a TPU's memory."""
 PLUGINS = {
     "h200": ("jax_cuda13_plugin", "cuda"),
     "v5e": ("libtpu", "tpu"),
@@ -76,17 +78,26 @@ class Row:
     error: str | None = None
 
 
-def calls(only: str) -> Iterator[tuple[str, Callable, tuple, tuple[int, ...]]]:
+def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[int, ...]]]:
     """(name, function, abstract arguments, donated arguments) of everything to compile."""
-    from kvjax.kernels import paged_attention
+    import jax
+    import jax.numpy as jnp
+
+    from kvjax.kernels import paged_attention, prefill_attention
     from kvjax.kernels.paged_attention import spec
 
-    def attend(q, k, v, table, lengths, metric):
+    def decode(q, k, v, table, lengths, metric):
         return paged_attention(q, k, v, table, lengths, metric=metric, return_metric=True)
 
     for family, shape in spec.FAMILIES.items():
-        if only in family:
-            yield family, attend, shape.arguments(), (5,)
+        if target != "h200" and shape.blocks > TPU_BLOCKS:
+            continue
+        if only in f"decode {family}":
+            yield f"decode {family}", decode, shape.arguments(), (5,)
+    for d in spec.HEAD_DIMS:
+        heads = [jax.ShapeDtypeStruct((8192, n, d), jnp.bfloat16) for n in (32, 8, 8)]
+        if only in f"prefill d={d}":
+            yield f"prefill d={d}", lambda q, k, v: prefill_attention(q, k, v), tuple(heads), ()
 
 
 def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], device):
@@ -147,7 +158,7 @@ def rows(target: str, only: str) -> Iterator[Row]:
     else:
         topology = topologies.get_topology_desc(TPU_TOPOLOGIES[target], "tpu")
     device = topology.devices[0]
-    for call, function, arguments, donated in calls(only):
+    for call, function, arguments, donated in calls(target, only):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["MOSAIC_GPU_DUMP_TO"] = folder
             try:

@@ -7,6 +7,8 @@ from typing import no_type_check
 import jax
 from jaxtyping import Array, Float, Int32
 
+from kvjax.kernels.choice import Choice, choose
+from kvjax.kernels.device import Device
 from kvjax.kernels.prefill_attention import reference
 
 
@@ -33,6 +35,7 @@ def prefill_attention(
     *,
     prefix: Prefix | None = None,
     scale: float | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "T Hr d"]:
     """Causal attention of a prompt in memory linear in its length.
 
@@ -42,10 +45,54 @@ def prefill_attention(
         v: values of the same tokens.
         prefix: what the cache holds of the tokens before; each head has its own length.
         scale: factor of the logits, 1/√d by default.
+        implementation: "cudnn" (NVIDIA GPUs), "splash" (TPUs) or "xla"; None picks by device and
+            shape (`kvjax.kernels.explain` says which and why).
+
+    Raises:
+        ValueError: the implementation asked for is unknown or does not serve the call.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    part = reference.causal(q, k, v, scale)
+    name = choice(q, k, v, prefix=prefix, implementation=implementation).name
+    over_prefix = reference.over_prefix
+    if name == "cudnn":
+        from kvjax.kernels.prefill_attention import cudnn
+
+        if prefix is None:
+            return cudnn.attention(q, k, v, scale)
+        part = cudnn.causal(q, k, v, scale)
+        over_prefix = cudnn.over_prefix
+    elif name == "splash":
+        from kvjax.kernels.prefill_attention import splash
+
+        part = splash.causal(q, k, v, scale)
+    else:
+        part = reference.causal(q, k, v, scale)
     if prefix is not None:
-        before = reference.over_prefix(q, prefix.k, prefix.v, prefix.length, scale)
+        before = over_prefix(q, prefix.k, prefix.v, prefix.length, scale)
         part = reference.merged(part, before)
     return reference.normalised(part, v.dtype)
+
+
+def choice(q, k, v, *, implementation: str | None = None, **_) -> Choice:
+    """The implementation of a call of `prefill_attention`."""
+
+    def cudnn(where: Device) -> None:
+        if where.platform != "gpu" or not where.kind.startswith("NVIDIA"):
+            raise NotImplementedError(f"device {where.kind}")
+        if not q.dtype == k.dtype == v.dtype:
+            raise NotImplementedError(f"q, k and v of {q.dtype}, {k.dtype} and {v.dtype}")
+        from kvjax.kernels.prefill_attention import cudnn
+
+        cudnn.check(q.shape[-1], q.dtype)
+
+    def splash(where: Device) -> None:
+        if where.platform != "tpu":
+            raise NotImplementedError(f"device {where.kind}")
+        if q.dtype == "float16":
+            raise NotImplementedError("float16, which TPUs have no vector type for")
+
+    candidates = {"cudnn": cudnn, "splash": splash, "xla": lambda _: None}
+    return choose(implementation, candidates, q)
+
+
+prefill_attention.choice = choice  # type: ignore[attr-defined]
