@@ -132,17 +132,14 @@ def gpu_rows(call: str, temporaries: int | None, folder: Path) -> Iterator[Row]:
 
 def tpu_rows(target: str, call: str, temporaries: int | None, text: str) -> Iterator[Row]:
     """One row per kernel, from the compiled program's text."""
-    for line in text.splitlines():
-        if 'custom_call_target="tpu_custom_call"' not in line:
-            continue
-        name = re.findall(r"%([\w-]+)[.\d]* =", line)[0]
-        used = line[line.rindex("used_scoped_memory_configs") :]
-        memory = re.findall(r'"memory_space":"1","offset":"0","size":"(\d+)"', used)
+    for match in re.finditer(r'%([\w-]+)[.\d]* = .*custom_call_target="tpu_custom_call"', text):
+        used = text[text.index('"used_scoped_memory_configs"', match.end()) :]
+        memory = re.match(r'[^\]]*"memory_space":"1","offset":"0","size":"(\d+)"', used)
         yield Row(
             target=target,
             call=call,
-            kernel=name,
-            vector_memory=int(memory[0]) if memory else None,
+            kernel=match[1],
+            vector_memory=int(memory[1]) if memory else None,
             temporaries=temporaries,
         )
 
@@ -169,9 +166,11 @@ def rows(target: str, only: str) -> Iterator[Row]:
             memory = program.memory_analysis()
             temporaries = memory.temp_size_in_bytes if memory else None
             if target == "h200":
-                yield from gpu_rows(call, temporaries, Path(folder))
+                kernels = list(gpu_rows(call, temporaries, Path(folder)))
             else:
-                yield from tpu_rows(target, call, temporaries, program.as_text() or "")
+                kernels = list(tpu_rows(target, call, temporaries, program.as_text() or ""))
+            library = "as above, or a library's"
+            yield from kernels or [Row(target, call, library, temporaries=temporaries)]
 
 
 def markdown(row: Row) -> str:
