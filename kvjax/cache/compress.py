@@ -19,7 +19,7 @@ from kvjax.cache.evict import (
     smallest,
 )
 from kvjax.cache.move import move_cache
-from kvjax.cache.paged import PagedCache, blocks_for, write_prompt
+from kvjax.cache.paged import PagedCache, blocks_for, valid_slots, write_prompt
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -56,7 +56,7 @@ def compress(
         sinks: oldest token positions that are never evicted.
         max_kvs_per_step: KVs handled at once (static); more are split, never skipped.
     """
-    slots = jnp.asarray(slots, jnp.int32)
+    slots = valid_slots(cache, slots)
     context_len = cache.context_len.at[slots].get(mode="fill", fill_value=0)
     owned = jnp.sum(blocks_for(context_len, cache.block_size), axis=(1, 2))
     schedule = schedule_evictions(

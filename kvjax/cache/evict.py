@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.paged import PagedCache, blocks_for
+from kvjax.cache.paged import PagedCache, blocks_for, valid_slots
 
 MAX_KVS_PER_STEP = 5_000_000
 """KVs whose metrics are sorted at once; more are sorted in several rounds, none is left out."""
@@ -196,7 +196,7 @@ def schedule_evictions(
         sinks: the oldest token positions that stay.
         max_kvs_per_step: KVs sorted at once (static); bounds the temporaries, never the result.
     """
-    slots = jnp.asarray(slots, jnp.int32)
+    slots = valid_slots(cache, slots)
     evict = jnp.asarray(evict, jnp.int32)
 
     def prices_of(batch):

@@ -215,7 +215,8 @@ def write_prompt(
         kept_len: how many entries of `kept_index` count, per head. Needs `kept_index`.
 
     Returns:
-        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice or
+        there is no such slot.
     """
     num_layers, num_tokens, num_heads, _ = k.shape
     b, n, big_m = cache.block_size, cache.num_blocks, cache.max_blocks
@@ -227,6 +228,9 @@ def write_prompt(
         kept_len = jnp.full((num_layers, num_heads), length, jnp.int32)
     old_len, start = cache.context_len[slot], cache.seq_len[slot]
     new_len = old_len + kept_len
+    # A slot out of range would claim blocks that nobody then owns.
+    in_range = (jnp.asarray(slot) >= 0) & (jnp.asarray(slot) < cache.num_slots)
+    new_len = jnp.where(in_range, new_len, (big_m + 1) * b)
     cache, table, ok = _grow(cache, cache.block_table[slot], old_len, new_len)
 
     def write_tokens(pools, layer):
@@ -364,3 +368,9 @@ def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:
         context_len=jnp.where(chosen, 0, cache.context_len),
         seq_len=jnp.where(slots, 0, cache.seq_len),
     )
+
+
+def valid_slots(cache: PagedCache, slots: Int32[Array, " G"]) -> Int32[Array, " G"]:
+    """The slots, with S (which every later scatter and gather passes over) for impossible ones."""
+    slots = jnp.asarray(slots, jnp.int32)
+    return jnp.where((slots >= 0) & (slots < cache.num_slots), slots, cache.num_slots)

@@ -273,3 +273,26 @@ def test_fault_09_kernels_call_nobody_back():
     for jaxpr in (metric, attention):
         names = {e.primitive.name for e in equations(jaxpr.jaxpr)}
         assert not [n for n in names if any(word in n for word in HOST)]
+
+
+def test_a_slot_that_does_not_exist_takes_and_frees_nothing():
+    cache = kv.init_cache(
+        num_slots=2,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        num_blocks=8,
+        max_blocks_per_head=4,
+        block_size=2,
+    )
+    keys, metric = jnp.ones((1, 4, 1, 2)), jnp.ones((1, 1, 4))
+    for slot in (-1, 2):
+        after, ok = kv.write_prompt(cache, slot, keys, keys, metric, 4)
+        assert not ok
+        kv.check_invariants(after)
+    cache, ok = kv.write_prompt(cache, 1, keys, keys, metric, 4)
+    assert ok
+    after, report = kv.compress(cache, jnp.asarray([-1]), jnp.asarray([1]))
+    assert int(report.freed[0]) == 0
+    kv.check_invariants(after)
+    np.testing.assert_array_equal(after.context_len, cache.context_len)
