@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from kvjax.errors import UserError
 from kvjax.models.config import MODELS, LlamaConfig, get_model_entry
 from kvjax.models.hub import resolve_weights
 from kvjax.models.llama import init_params
@@ -62,7 +63,12 @@ def load_model(
         params = init_params(config, dtype, seed, stacked=stacked)
         return LoadedModel(config, params, tokenizer, "dummy weights")
     path = resolve_weights(name or DEFAULT_MODEL, weights, progress)
-    tokenizer = Tokenizer.from_path(path)
+    try:
+        tokenizer = Tokenizer.from_path(path)
+    except UserError:
+        # What is no checkpoint has no tokenizer either: then that is what there is to say.
+        load_params(path, config, dtype, stacked=stacked)
+        raise
     config, params = load_params(path, config, dtype, progress, stacked=stacked)
     return LoadedModel(config, params, tokenizer, str(path))
 
