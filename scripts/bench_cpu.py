@@ -213,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     progress = Progress()
     model = load_model("smollm2-135m", dummy_weights=True)
     result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "jax": jax.__version__,
