@@ -83,7 +83,7 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     import jax
     import jax.numpy as jnp
 
-    from kvjax.kernels import paged_attention, prefill_attention
+    from kvjax.kernels import move_kvs, paged_attention, prefill_attention
     from kvjax.kernels.paged_attention import spec
 
     def decode(q, k, v, table, lengths, metric):
@@ -98,6 +98,13 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
         heads = [jax.ShapeDtypeStruct((8192, n, d), jnp.bfloat16) for n in (32, 8, 8)]
         if only in f"prefill d={d}":
             yield f"prefill d={d}", lambda q, k, v: prefill_attention(q, k, v), tuple(heads), ()
+    if target == "h200":
+        for d in spec.HEAD_DIMS:
+            pool = jax.ShapeDtypeStruct((100_000, 16, d), jnp.bfloat16)
+            slots = jax.ShapeDtypeStruct((256, 4096), jnp.int32)
+            if only in f"move d={d}":
+                count = jax.ShapeDtypeStruct((256,), jnp.int32)
+                yield f"move d={d}", move_kvs, (pool, pool, slots, slots, count), (0, 1)
 
 
 def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], device):

@@ -1,6 +1,7 @@
 """Device code. Knows arrays only: no cache, no model."""
 
 from kvjax.kernels.choice import explain
+from kvjax.kernels.move_kvs import move_kvs
 from kvjax.kernels.paged_attention import paged_attention, plan_paged_attention
 from kvjax.kernels.prefill_attention import Prefix, prefill_attention
 from kvjax.kernels.window_metrics import window_metrics
@@ -8,6 +9,7 @@ from kvjax.kernels.window_metrics import window_metrics
 __all__ = [
     "Prefix",
     "explain",
+    "move_kvs",
     "paged_attention",
     "plan_paged_attention",
     "prefill_attention",
