@@ -67,6 +67,7 @@ def paged_attention(
         out, metric = tpu.paged_attention(*arguments, c=chosen.config, metric=metric)
     else:
         out, metric = reference.paged_attention(*arguments, scale=chosen.config, metric=metric)
+    out = out.astype(q.dtype)
     return out if metric is None else (out, metric)
 
 

@@ -28,6 +28,7 @@ def paged_attention(
     metric was given).
     """
     num_seqs, num_query_heads, d = q.shape
+    dtype = q.dtype
     num_blocks, b, _ = k.shape
     num_heads, max_blocks = block_table.shape[1:]
     group = num_query_heads // num_heads
@@ -82,4 +83,4 @@ def paged_attention(
         squares = squares.reshape(*heads, width, b)[:, :, :max_blocks]
         owned = jnp.arange(max_blocks) < ((context_len + b - 1) // b)[..., None]
         metric = metric.at[jnp.where(owned, block_table, num_blocks)].add(squares, mode="drop")
-    return out.reshape(num_seqs, num_query_heads, d).astype(v.dtype), metric
+    return out.reshape(num_seqs, num_query_heads, d).astype(dtype), metric
