@@ -19,6 +19,7 @@ from kvjax.cache.evict import (
     smallest,
 )
 from kvjax.cache.paged import PagedCache, blocks_for, drop_blocks
+from kvjax.kernels import move_kvs
 
 
 def move_plan(
@@ -68,20 +69,25 @@ def move_cache(
         table, context_len, _ = rows
         keys = row_keys(metric, position, rows, schedule.protected, schedule.sinks)
         in_range = (slot < cache.num_slots)[:, None]
-        count = jnp.where(in_range, schedule.count[group, layer], 0)
-        evicted = smallest(keys, count, schedule.threshold[group, layer])
+        evictions = jnp.where(in_range, schedule.count[group, layer], 0)
+        evicted = smallest(keys, evictions, schedule.threshold[group, layer])
         source, target, moves = move_plan(evicted, context_len)
+
+        count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
 
         def slot_of(index):
             block = jnp.take_along_axis(table, index // b, axis=-1)
-            return jnp.where(moves, block, n), index % b
+            return (block * b + index % b).reshape(-1, index.shape[-1])
 
-        from_, to = slot_of(source), slot_of(target)
+        source, target = slot_of(source), slot_of(target)
+        k, v = move_kvs(k, v, source, target, count.reshape(-1))
+        to_block = jnp.where(moves.reshape(target.shape), target // b, n)
 
         def moved(pool):
-            return pool.at[to].set(pool.at[from_].get(mode="fill", fill_value=0), mode="drop")
+            values = pool.at[source // b, source % b].get(mode="fill", fill_value=0)
+            return pool.at[to_block, target % b].set(values, mode="drop")
 
-        return (moved(k), moved(v), moved(metric), moved(position)), None
+        return (k, v, moved(metric), moved(position)), None
 
     # Gathered keys and values are d times the size of a metric: keep them far below the pool.
     step = min(max_kvs_per_step, n * b // 32)
