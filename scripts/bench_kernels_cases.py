@@ -1,0 +1,156 @@
+"""What bench_kernels.py measures on: caches with the lengths of real use, and rival kernels."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CACHE_BYTES = 1 << 28
+"""Timed calls walk over at least so much data, several times the L2 of the largest GPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One decode step of one layer."""
+
+    model: str
+    group: int
+    seqs: int
+    mean: int
+    spread: str
+    """"uniform" or "zipf": lengths of a sequence's heads ∝ 1 / rank, as compression leaves them."""
+    dtype: str = "bfloat16"
+    heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.seqs} × {self.mean} {self.spread}"
+
+    def lengths(self) -> np.ndarray:
+        """KVs of each head, [S, H]: their mean is `mean`."""
+        shape = (self.seqs, self.heads)
+        if self.spread == "uniform":
+            return np.full(shape, self.mean, np.int32)
+        rank = np.random.default_rng(0).permuted(
+            np.broadcast_to(np.arange(1, self.heads + 1), shape), axis=1
+        )
+        share = (1 / rank) / np.sum(1 / np.arange(1, self.heads + 1))
+        return np.maximum(1, np.round(share * self.mean * self.heads)).astype(np.int32)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that one step must read."""
+        per_kv = 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return int(self.lengths().sum()) * per_kv
+
+
+def decode_cases(small: bool) -> list[Case]:
+    """The shapes of Llama-3.1-8B and 70B, short, middling and long."""
+    if small:
+        return [Case("8B", 4, 2, 64, spread, "float32") for spread in ("uniform", "zipf")]
+    sizes = [("8B", 4, 256, 128), ("8B", 4, 256, 1024), ("8B", 4, 64, 1024), ("8B", 4, 32, 8192)]
+    sizes += [("70B", 8, 256, 1024), ("70B", 8, 32, 8192)]
+    return [Case(*size, spread) for size in sizes for spread in ("uniform", "zipf")]
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedProblem:
+    """Queries, a pool, and several caches in it that timed calls take in turns."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    metric: jax.Array
+    tables: jax.Array
+    lengths: jax.Array
+
+
+def paged_problem(case: Case) -> PagedProblem:
+    """A pool of shuffled pages with enough copies of the cache to outgrow the L2."""
+    rng = np.random.default_rng(0)
+    lengths = case.lengths()
+    copies = min(64, max(1, math.ceil(CACHE_BYTES / case.kv_bytes)))
+    pages = -(-lengths // case.block_size)
+    blocks = copies * int(pages.sum())
+    taken = pages.cumsum().reshape(pages.shape) - pages
+    column = np.arange(pages.max())
+    used = column < pages[..., None]
+    order = rng.permutation(blocks).astype(np.int32).reshape(copies, -1)
+    tables = np.where(
+        used, order[:, np.where(used, taken[..., None] + column, 0)], np.int32(blocks)
+    )
+    pool = (blocks, case.block_size, case.head_dim)
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = functools.partial(jax.random.normal, dtype=jnp.dtype(case.dtype))
+    return PagedProblem(
+        q=draw(keys[0], (case.seqs, case.heads * case.group, case.head_dim)),
+        k=draw(keys[1], pool),
+        v=draw(keys[2], pool),
+        metric=jnp.zeros(pool[:2], jnp.float32),
+        tables=jnp.asarray(tables),
+        lengths=jnp.asarray(lengths),
+    )
+
+
+def shipped(case: Case) -> Callable:
+    """JAX's own GPU paged attention, (sequence × KV head) folded into its batch."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    rows, d = case.seqs * case.heads, case.head_dim
+
+    def attend(q, k, v, table, lengths):
+        width = 1 << (table.shape[2] - 1).bit_length()
+        table = jnp.pad(table, ((0, 0), (0, 0), (0, width - table.shape[2])))
+        table = jnp.minimum(table.reshape(rows, width), k.shape[0] - 1)
+        splits = min(16, width)
+        block = min(8, width // splits)
+        scaled = (q * d**-0.5).astype(q.dtype).reshape(rows, case.group, d)
+        out = paged_attention(
+            scaled,
+            k[None],
+            v[None],
+            table,
+            lengths.reshape(rows),
+            k_splits=splits,
+            pages_per_compute_block=block,
+        )
+        return out.reshape(q.shape)
+
+    return attend
+
+
+def dense_cache(case: Case) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of the same bytes without pages, [S, T, H, d], all of one length."""
+    shape = (case.seqs, case.mean, case.heads, case.head_dim)
+    keys = jax.random.split(jax.random.key(1), 2)
+    k, v = (jax.random.normal(x, shape, jnp.dtype(case.dtype)) for x in keys)
+    return k, v
+
+
+def torch_seconds(case: Case, turns: int) -> float:
+    """One turn of torch's scaled_dot_product_attention over a dense cache of the same bytes."""
+    import torch  # type: ignore[import-not-found]
+    import torch.nn.functional as F  # type: ignore[import-not-found]
+
+    make = functools.partial(torch.randn, device="cuda", dtype=getattr(torch, case.dtype))
+    shape = (case.seqs, case.heads, case.mean, case.head_dim)
+    k, v = make(shape), make(shape)
+    q = make((case.seqs, case.heads * case.group, 1, case.head_dim))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for timed in (False, True):
+        if timed:
+            start.record()
+        for _ in range(turns if timed else 3):
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    end.record()
+    torch.cuda.synchronize()
+    seconds = start.elapsed_time(end) / 1e3 / turns
+    del k, v, q
+    torch.cuda.empty_cache()
+    return seconds

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Everything a machine with a GPU is for, in one call of at most ten minutes: are the kernels right
+# there, how fast are they, how fast is a decode step, how many tokens per second come out.
+#
+#   scripts/gpu_check.sh OUT_FOLDER                      # writes log.txt and a *.json per step
+#   SECONDS_IN_ALL=1200 THROUGHPUT_ARGS="--model llama3.1-8b" scripts/gpu_check.sh /tmp/out
+#
+# A step that fails or runs out of time does not stop the next one. Exit code 1 if any did.
+set -uo pipefail
+
+out=${1:?usage: scripts/gpu_check.sh OUT_FOLDER}
+python=${PYTHON:-python3}
+seconds_in_all=${SECONDS_IN_ALL:-570}
+mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd)
+cd "$(dirname "$0")/.." || exit 2
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+text=$(mktemp)
+trap 'rm -f "$text"' EXIT
+rm -f "$out"/{check,kernels,decode_step,throughput,summary}.json "$out/log.txt"
+results=()
+failed=0
+
+# step NAME LIMIT COMMAND...: run it within what is left of the time, keep its output and result.
+# A command that writes no NAME.json itself ends its output with one line of JSON.
+step() {
+    local name=$1 limit=$2 left=$((seconds_in_all - SECONDS)) began=$SECONDS code=0
+    shift 2
+    ((left < limit)) && limit=$left
+    if ((limit < 20)); then
+        results+=("{\"step\":\"$name\",\"exit_code\":null,\"seconds\":0}")
+        failed=1
+        echo "== $name: no time left"
+        return
+    fi
+    echo "== $name (at most $limit s)"
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$text" | cut -c1-200 | tail -n 60
+    code=${PIPESTATUS[0]}
+    cat "$text" >>"$out/log.txt"
+    if [[ ! -s $out/$name.json ]]; then
+        tail -n 1 "$text" | grep '^{' >"$out/$name.json" || rm -f "$out/$name.json"
+    fi
+    results+=("{\"step\":\"$name\",\"exit_code\":$code,\"seconds\":$((SECONDS - began))}")
+    ((code == 0)) || failed=1
+}
+
+step check 170 "$python" scripts/bench_kernels.py --only check --out "$out/check.json"
+step kernels 250 "$python" scripts/bench_kernels.py --only decode move window \
+    --out "$out/kernels.json"
+step decode_step 100 "$python" scripts/bench_kernels.py --only step --out "$out/decode_step.json"
+if [[ -f scripts/throughput.py ]]; then
+    # shellcheck disable=SC2086
+    step throughput 300 "$python" scripts/throughput.py ${THROUGHPUT_ARGS:-}
+fi
+
+gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+printf '{"gpu":"%s","seconds":%d,"steps":[%s]}\n' \
+    "$gpu" "$SECONDS" "$(IFS=, && echo "${results[*]}")" | tee "$out/summary.json"
+exit "$failed"
