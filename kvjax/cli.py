@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -30,6 +31,14 @@ def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None 
         # Whoever read the output has gone; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def run_script(run: Callable[[list[str] | None], int]) -> NoReturn:
+    """Run a script as the process's last act."""
+    code = main_of(run)
+    # All is said: a Ctrl-C while the interpreter shuts down would only print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 class Progress:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CompressionConfig, compress, init_cache, schedule_evictions, write_prompt
-from kvjax.cli import ArgumentParser, Progress, main_of
+from kvjax.cli import ArgumentParser, Progress, run_script
 from kvjax.engine import Runner, RunnerConfig, SamplingParams, plan_blocks
 from kvjax.engine.compilation import enable_compilation_cache
 from kvjax.errors import UserError
@@ -238,4 +238,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(main))
+    run_script(main)

@@ -18,13 +18,12 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli import ArgumentParser, main_of
+from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
 SECTIONS = ("check", "decode", "window", "move", "step")
@@ -424,4 +423,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(main))
+    run_script(main)

@@ -18,12 +18,11 @@ import importlib.util
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvjax.cli import ArgumentParser, main_of
+from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
 H200_TARGET = """
@@ -225,4 +224,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(main))
+    run_script(main)

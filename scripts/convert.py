@@ -17,14 +17,13 @@ behind is cleared away by the next one.
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 
 # Nothing is computed here: memory of an accelerator would only be in the way.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from kvjax.cli import ArgumentParser, Progress, main_of
+from kvjax.cli import ArgumentParser, Progress, run_script
 from kvjax.errors import UserError
 from kvjax.models.config import MODELS
 from kvjax.models.hub import resolve_weights
@@ -78,4 +77,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(main))
+    run_script(main)

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli import ArgumentParser, Progress, main_of
+from kvjax.cli import ArgumentParser, Progress, run_script
 from kvjax.errors import UserError
 
 TOPIC = "debugger"
@@ -374,4 +374,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(main))
+    run_script(main)

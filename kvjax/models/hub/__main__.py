@@ -1,8 +1,6 @@
 """Fetches a model's weights ahead of its first use: `python -m kvjax.models.hub NAME`."""
 
-import sys
-
-from kvjax.cli import ArgumentParser, Progress, main_of
+from kvjax.cli import ArgumentParser, Progress, run_script
 from kvjax.models.hub import resolve_weights
 
 
@@ -22,4 +20,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(main))
+    run_script(main)
