@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.core
 
+HOPPER_CORES = 132
+"""Multiprocessors of an H100 or H200, should the driver not say."""
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 
 
@@ -35,9 +37,6 @@ def of(array: object = None) -> Device:
     else:
         default = jax.config.jax_default_device
         device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
-    return Device(
-        platform=device.platform,
-        kind=device.device_kind,
-        hopper=getattr(device, "compute_capability", None) == "9.0",
-        cores=getattr(device, "core_count", None) or 1,
-    )
+    hopper = getattr(device, "compute_capability", None) == "9.0"
+    cores = getattr(device, "core_count", None) or (HOPPER_CORES if hopper else 1)
+    return Device(device.platform, device.device_kind, hopper, cores)

@@ -20,10 +20,9 @@ SHARED_MEMORY = 228 * 1024
 RESERVED = 4 * 1024
 """Bytes per program for the system, barriers and reductions across warps."""
 MAX_STAGES = 8
-HOPPER_CORES = 132
 
 
-def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int = HOPPER_CORES) -> Config:
+def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int) -> Config:
     """The kernel instance that serves a shape: two programs per multiprocessor, or one for
     float32, with as many tiles in flight as fit.
 

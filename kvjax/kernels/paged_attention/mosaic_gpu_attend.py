@@ -368,7 +368,11 @@ def attend(
 
     @pl.when(thread == 1)
     def _copy():
-        plgpu.warp_map(copy_all)
+        @plgpu.warp_map
+        def _warp(warp):
+            # A warp without pages would wait for barriers that nothing makes wait for it: they
+            # could pass two phases unseen, which no waiter can tell from none.
+            pl.when(warp < c.pages)(functools.partial(copy_all, warp))
 
 
 def _write_head(row, accs, head_lse, out, lse, out_s, c: Config):
