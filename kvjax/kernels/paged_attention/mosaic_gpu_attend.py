@@ -181,7 +181,7 @@ def attend(
     k,  # [N, b, d]
     v,  # [N, b, d]
     out,  # [rows, r, d], whole heads
-    lse,  # [rows, R] f32, whole heads, or None
+    lse,  # [rows, R] f32, whole heads
     part,  # [2P, ranges, channels, R] f32, shared heads: 2p ends in program p, 2p + 1 begins there
     part_lse,  # [2P, R] f32
     logits,  # [r, line] f32, or None
@@ -385,8 +385,7 @@ def _write_head(row, accs, head_lse, out, lse, out_s, c: Config):
             plgpu.wait_smem_to_gmem(0)
         mine = out_s.at[n, pl.ds(0, c.group)]
         plgpu.copy_smem_to_gmem(mine, out.at[row, :, pl.ds(first, count)])
-    if lse is not None:
-        lse[row] = head_lse
+    lse[row] = head_lse
 
 
 def merge(
@@ -396,7 +395,7 @@ def merge(
     part,  # [2P, ranges, channels, R] f32
     part_lse,  # [2P, R] f32
     out,  # [rows, r, d]
-    lse,  # [rows, R] f32, or None
+    lse,  # [rows, R] f32
     *,
     out_s,  # [ranges, R, channels]
     c: Config,
