@@ -23,9 +23,9 @@ from kvjax.cache import (
     write_survivors,
 )
 from kvjax.cache.methods import Method
-from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
+from kvjax.cache.observe import observe_chunk, observe_prompt
 from kvjax.engine.sampling import SamplingState, sample
-from kvjax.kernels import Prefix, paged_attention, prefill_attention, window_metrics
+from kvjax.kernels import Prefix, paged_attention, prefill_attention
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
 
@@ -40,38 +40,6 @@ class PromptKV:
     v: Float[Array, "L T H d"]
     metric: Float[Array, "L H T"]
     length: Int32[Array, ""]
-
-
-def _observed(
-    method: Method, q: Float[Array, "T Hr d"], start: Int32[Array, ""], length: Int32[Array, ""]
-) -> tuple[Float[Array, "w Hr d"], Int32[Array, " w"]]:
-    """The queries that a method looks at and their positions (−1 for padding)."""
-    assert method.observation is not None
-    window = min(method.observation.window or q.shape[0], q.shape[0])
-    first = jnp.maximum(length - window, 0)
-    index = first + jnp.arange(window, dtype=jnp.int32)
-    queries = lax.dynamic_slice_in_dim(q, first, window, axis=0)
-    return queries, jnp.where(index < length, start + index, -1)
-
-
-def _prompt_metric(
-    method: Method, q: Float[Array, "T Hr d"], k: Float[Array, "T H d"], length: Int32[Array, ""]
-) -> Float[Array, "H T"]:
-    """Eviction metric of every KV of a prompt (KV-Compress, section 4.3)."""
-    num_tokens, num_heads, _ = k.shape
-    observation = method.observation
-    if observation is None:
-        return jnp.zeros((num_heads, num_tokens), jnp.float32)
-    queries, position = _observed(method, q, jnp.int32(0), length)
-    received = window_metrics(
-        queries,
-        k,
-        query_position=position,
-        power=observation.power,
-        excluded_distance=observation.excluded_distance,
-    )
-    received = pool_metric(received, observation.pool)
-    return reduce_group(received.reshape(num_heads, -1, num_tokens), observation.group)
 
 
 def _scratch(
@@ -111,7 +79,7 @@ def prefill(
 
     def attend(scratch, layer, q, k, v):
         q, k, v = q[0], k[0], v[0]
-        scratch = _stored(scratch, layer, k, v, _prompt_metric(method, q, k, length))
+        scratch = _stored(scratch, layer, k, v, observe_prompt(method, layer, q, k, v, length))
         return scratch, prefill_attention(q, k, v)[None], None
 
     num_tokens = tokens.shape[0]
@@ -178,29 +146,12 @@ def prefill_chunk(
     num_heads, b = cache.num_kv_heads, cache.block_size
     num_held = cache.max_blocks * b
 
-    def chunk_metric(q, k, page, prefix):
-        # Held and new keys side by side, each with its position: [H, M·b + T].
-        if observation is None:
-            shape = (num_heads, num_held + num_tokens)
-            return jnp.zeros(shape, jnp.float32)
+    def chunk_metric(layer, q, k, v, page, prefix):
         held = jnp.arange(num_held) < prefix.length[:, None]
-        held_position = jnp.where(held, cache.position[page].reshape(num_heads, num_held), -1)
-        held_k = jnp.swapaxes(jnp.where(held[..., None], prefix.k, 0), 0, 1)
-        new_position = jnp.where(jnp.arange(num_tokens) < length, positions, -1)
-        new_position = jnp.broadcast_to(new_position, (num_heads, num_tokens))
-        key_position = jnp.concatenate([held_position, new_position], axis=1)
-        queries, query_position = _observed(method, q, start, length)
-        received = window_metrics(
-            queries,
-            jnp.concatenate([held_k, k.astype(held_k.dtype)]),
-            query_position=query_position,
-            key_position=key_position.T,
-            power=observation.power,
-            excluded_distance=observation.excluded_distance,
+        position = cache.position[page].reshape(num_heads, num_held)
+        return observe_chunk(
+            method, layer, q, k, v, length, start, prefix.k, jnp.where(held, position, -1)
         )
-        received = received.reshape(num_heads, -1, num_held + num_tokens)
-        received = pool_metric_at(received, key_position, observation.pool)
-        return reduce_group(received, observation.group)
 
     def attend(scratch, layer, q, k, v):
         q, k, v = q[0], k[0], v[0]
@@ -213,7 +164,9 @@ def prefill_chunk(
                 cache.v[page].reshape(rows),
                 cache.context_len[slot, layer],
             )
-            return prefill_attention(q, k, v, prefix=prefix), chunk_metric(q, k, page, prefix)
+            return prefill_attention(q, k, v, prefix=prefix), chunk_metric(
+                layer, q, k, v, page, prefix
+            )
 
         def neither():
             metric = jnp.zeros((num_heads, num_held + num_tokens), jnp.float32)
