@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,14 +25,29 @@ class Problem:
     scale: float
     out: np.ndarray
     new_metric: np.ndarray
+    power: int = 2
+    observed: jnp.ndarray | None = None
 
     @property
     def shape(self) -> spec.Shape:
         q, k, v, table, lengths = self.arguments
         return spec.checked(q, k, v, table, lengths, self.metric)
 
+    def statistic(self, with_metric: bool) -> dict:
+        """Keyword arguments of the statistic, on or off."""
+        if not with_metric:
+            return {"metric": None}
+        return {"metric": self.metric, "power": self.power, "observed": self.observed}
 
-def problem(lengths, shape: spec.Shape, seed: int = 0, spread: float = 1.0) -> Problem:
+
+def problem(
+    lengths,
+    shape: spec.Shape,
+    seed: int = 0,
+    spread: float = 1.0,
+    power: int = 2,
+    observed: Sequence[bool] | None = None,
+) -> Problem:
     """A cache with these lengths: permuted pages, free blocks and unwritten slots poisoned.
 
     Table entries that may not be followed hold N. `spread` scales the logits.
@@ -56,12 +72,14 @@ def problem(lengths, shape: spec.Shape, seed: int = 0, spread: float = 1.0) -> P
             pool[:, mine[t // b], t % b] = rng.standard_normal((2, d))
     q, k, v = (jnp.asarray(x, shape.dtype) for x in (q, *pool))
     scale = 1 / math.sqrt(d)
-    out, new_metric = exact(q, k, v, table, lengths, scale, metric)
+    touched = np.ones(seqs, bool) if observed is None else np.asarray(observed, bool)
+    out, new_metric = exact(q, k, v, table, lengths, scale, metric, power, touched)
     arguments = (q, k, v, jnp.asarray(table), jnp.asarray(lengths))
-    return Problem(arguments, jnp.asarray(metric), scale, out, new_metric)
+    of = None if observed is None else jnp.asarray(touched)
+    return Problem(arguments, jnp.asarray(metric), scale, out, new_metric, power, of)
 
 
-def exact(q, k, v, table, lengths, scale, metric):
+def exact(q, k, v, table, lengths, scale, metric, power, touched):
     """Output and metric in float64, head by head over contiguous keys and values."""
     q, k, v = (np.asarray(x.astype(jnp.float32)) for x in (q, k, v))
     heads, b = table.shape[1], k.shape[1]
@@ -73,7 +91,8 @@ def exact(q, k, v, table, lengths, scale, metric):
         page, slot = table[s, h, token // b], token % b
         rows = slice(h * group, (h + 1) * group)
         out[s, rows], p = attend(q[s, rows], k[page, slot], v[page, slot], scale)
-        metric[page, slot] += np.sum(p**2, axis=0)
+        if touched[s]:
+            metric[page, slot] += np.sum(p**power, axis=0)
     return out, metric
 
 
@@ -95,23 +114,22 @@ def tolerance(name: str, p: Problem) -> tuple[float, float]:
 
 
 def run_xla(p: Problem, with_metric: bool):
-    metric = p.metric if with_metric else None
-    return reference.paged_attention(*p.arguments, scale=p.scale, metric=metric)
+    return reference.paged_attention(*p.arguments, scale=p.scale, **p.statistic(with_metric))
 
 
 def run_tpu(p: Problem, with_metric: bool, interpret: bool | pltpu.InterpretParams = True):
     c = tpu.config(p.shape, scale=p.scale, keep_logits=with_metric)
-    metric = p.metric if with_metric else None
-    return tpu.paged_attention(*p.arguments, c=c, metric=metric, interpret=interpret)
+    statistic = p.statistic(with_metric)
+    return tpu.paged_attention(*p.arguments, c=c, **statistic, interpret=interpret)
 
 
 def run_mosaic_gpu(p: Problem, with_metric: bool, cores: int = 1):
     """Few programs and few stages: the interpreter pays for each, and borders come often."""
     c = mosaic_gpu.config(p.shape, scale=p.scale, keep_logits=with_metric, cores=cores)
     c = dataclasses.replace(c, stages=2, programs=3 * cores)
-    metric = p.metric if with_metric else None
+    statistic = p.statistic(with_metric)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return mosaic_gpu.paged_attention(*p.arguments, c=c, metric=metric, interpret=interpret)
+    return mosaic_gpu.paged_attention(*p.arguments, c=c, **statistic, interpret=interpret)
 
 
 IMPLEMENTATIONS = {

@@ -72,6 +72,31 @@ def test_exact_without_metric(name: str) -> None:
     assert_exact(name, problem(RAGGED, BASE, seed=1), with_metric=False)
 
 
+@pytest.mark.parametrize(
+    ("power", "observed"),
+    [(1, None), (1, [False, True]), (2, [True, False]), (2, [False, False])],
+)
+@pytest.mark.parametrize(
+    "name",
+    ["xla", "tpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tpu_checked",))],
+)
+def test_powers_and_observed_sequences(name: str, power: int, observed) -> None:
+    assert_exact(name, problem(RAGGED, BASE, power=power, observed=observed))
+
+
+@pytest.mark.parametrize(
+    ("power", "observed"),
+    [
+        (1, [False, True]),
+        pytest.param(1, None, marks=pytest.mark.slow),
+        pytest.param(2, [True, False], marks=pytest.mark.slow),
+        pytest.param(2, [False, False], marks=pytest.mark.slow),
+    ],
+)
+def test_powers_and_observed_sequences_on_hopper(power: int, observed) -> None:
+    assert_exact("mosaic_gpu", problem(RAGGED, BASE, power=power, observed=observed))
+
+
 @pytest.mark.parametrize("name", ["xla", "tpu"])
 def test_large_logits(name: str) -> None:
     """Logits in the hundreds: weights collapse to one KV, nothing overflows."""

@@ -36,6 +36,12 @@ def changed(array: jax.ShapeDtypeStruct, shape=None, dtype=None) -> jax.ShapeDty
         ({"context_len": changed(LENGTHS, (2, 3))}, r"context_len shape: got \[2, 3\], wanted"),
         ({"metric": changed(METRIC, (5, 8))}, r"metric shape: got \[5, 8\], wanted \[5, 16\]"),
         ({"metric": None}, "metric: got None, wanted the pool of metrics"),
+        ({"power": 3}, "power: got 3, wanted 1 or 2"),
+        (
+            {"observed": changed(LENGTHS, (3,), jnp.bool_)},
+            r"observed shape: got \[3\], wanted \[2\]",
+        ),
+        ({"observed": changed(LENGTHS, (2,))}, "observed dtype: got int32, wanted bool"),
         ({"implementation": "triton"}, "implementation: got 'triton', wanted one of 'mosaic_gpu'"),
         ({"implementation": "tpu"}, "implementation: got 'tpu', wanted one that serves device"),
     ],

@@ -6,6 +6,7 @@ scripts/compile_kernels.py.
 """
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from kvjax.kernels import explain, paged_attention
@@ -60,3 +61,23 @@ def test_lowers_for_tpu(device, family: str) -> None:
     else:
         assert served.startswith("tpu: ")
         assert "tpu_custom_call" in text
+
+
+@pytest.mark.parametrize("device", [H200, TPU_V5E], ids=["h200", "tpu"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_lowers_with_powers_and_observed_sequences(device, power: int) -> None:
+    shape = spec.FAMILIES["llama-3.1-8b"]
+    observed = jax.ShapeDtypeStruct((shape.seqs,), jnp.bool_)
+
+    def call(q, k, v, table, lengths, metric, observed):
+        return paged_attention(
+            q, k, v, table, lengths,
+            metric=metric, return_metric=True, power=power, observed=observed,
+        )  # fmt: skip
+
+    platform = "cuda" if device is H200 else "tpu"
+    with jax.sharding.use_abstract_mesh(device):
+        traced = jax.jit(call).trace(*shape.arguments(), observed)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    wanted = "paged_attention_squares" if device is H200 else "tpu_custom_call"
+    assert wanted in text

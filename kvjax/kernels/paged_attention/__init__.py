@@ -3,7 +3,7 @@
 import math
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
@@ -21,6 +21,8 @@ def paged_attention(
     scale: float | None = None,
     metric: Float[Array, "N b"] | None = None,
     return_metric: bool = False,
+    power: int = 2,
+    observed: Bool[Array, " S"] | None = None,
     implementation: str | None = None,
     work: WorkList | None = None,
     debug: bool | None = None,
@@ -35,8 +37,10 @@ def paged_attention(
         context_len: KVs of each head; 0 gives an output of zeros.
         scale: factor of the logits, 1/√d by default.
         metric: pool of eviction metrics, float32; needed with `return_metric`.
-        return_metric: also return the metrics with Σ p² over the query group added to each KV
+        return_metric: also return the metrics with Σ p^power over the query group added to each KV
             (KV-Compress, equation 20). A block may then belong to one head only.
+        power: 1 or 2 (static).
+        observed: sequences whose metrics are added to; all by default.
         implementation: "mosaic_gpu" (Hopper), "tpu" or "xla"; None picks by device and shape
             (`kvjax.kernels.explain` says which and why).
         work: what `plan_paged_attention` gave for these lengths; made here if None.
@@ -49,24 +53,26 @@ def paged_attention(
     """
     chosen = choice(
         q, k, v, block_table, context_len,
-        scale=scale, metric=metric, return_metric=return_metric, implementation=implementation,
+        scale=scale, metric=metric, return_metric=return_metric, power=power, observed=observed,
+        implementation=implementation,
     )  # fmt: skip
     if spec.debugging() if debug is None else debug:
         spec.check_table(block_table, context_len, k.shape[0], k.shape[1])
     metric = metric if return_metric else None
     arguments = (q, k, v, block_table, context_len)
+    statistic = {"metric": metric, "power": power, "observed": observed}
     if chosen.name == "mosaic_gpu":
         from kvjax.kernels.paged_attention import mosaic_gpu
 
         out, metric = mosaic_gpu.paged_attention(
-            *arguments, c=chosen.config, metric=metric, work=work
+            *arguments, c=chosen.config, work=work, **statistic
         )
     elif chosen.name == "tpu":
         from kvjax.kernels.paged_attention import tpu
 
-        out, metric = tpu.paged_attention(*arguments, c=chosen.config, metric=metric)
+        out, metric = tpu.paged_attention(*arguments, c=chosen.config, **statistic)
     else:
-        out, metric = reference.paged_attention(*arguments, scale=chosen.config, metric=metric)
+        out, metric = reference.paged_attention(*arguments, scale=chosen.config, **statistic)
     out = out.astype(q.dtype)
     return out if metric is None else (out, metric)
 
@@ -81,6 +87,8 @@ def choice(
     scale: float | None = None,
     metric=None,
     return_metric: bool = False,
+    power: int = 2,
+    observed=None,
     implementation: str | None = None,
     **_,
 ) -> Choice:
@@ -88,6 +96,7 @@ def choice(
     if return_metric and metric is None:
         raise ValueError("metric: got None, wanted the pool of metrics for return_metric=True")
     shape = spec.checked(q, k, v, block_table, context_len, metric if return_metric else None)
+    spec.check_statistic(power, observed, shape)
     return _choose(shape, q, scale, return_metric, implementation)
 
 

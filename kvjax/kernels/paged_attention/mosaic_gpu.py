@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.paged_attention import mosaic_gpu_squares as squares
 from kvjax.kernels.paged_attention import worklist
@@ -84,6 +84,8 @@ def paged_attention(
     *,
     c: Config,
     metric: Float[Array, "N b"] | None = None,
+    power: int = 2,
+    observed: Bool[Array, " S"] | None = None,
     work: WorkList | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
@@ -144,8 +146,17 @@ def paged_attention(
     )(work.heads, work.spans, work.share, part, part_lse, out, lse)
     if metric is not None:
         metric_ref = jax.new_ref(metric)
+        if observed is None:
+            rows_observed = []
+        else:
+            rows_observed = [jnp.repeat(observed.astype(jnp.int32), num_heads)]
+
+        def squares_body(*refs, **scratch):
+            missing = () if rows_observed else (None,)
+            squares.add_squares(*refs, *missing, **scratch, c=c, power=power)
+
         call(
-            functools.partial(squares.add_squares, c=c),
+            squares_body,
             out_type=(),
             grid=(c.programs, squares.WORKERS),
             grid_names=("program", "worker"),
@@ -158,6 +169,7 @@ def paged_attention(
             logits[0].reshape(c.group, -1, c.block_size),
             jax.freeze(lse),
             metric_ref,
+            *rows_observed,
         )
         metric = jax.freeze(metric_ref)
     return jax.freeze(out).reshape(q.shape), metric

@@ -1,7 +1,7 @@
-"""Mosaic GPU (Hopper) kernel of the squared-attention statistic. `mosaic_gpu.py` calls it.
+"""Mosaic GPU (Hopper) kernel of the attention statistic. `mosaic_gpu.py` calls it.
 
-`attend` keeps its logits; once every head's log-sum-exp is known, this kernel adds Σ p² over the
-query group to the pages of the metric, without reading K again.
+`attend` keeps its logits; once every head's log-sum-exp is known, this kernel adds Σ p^power over
+the query group to the pages of the metric, without reading K again.
 """
 
 import functools
@@ -47,12 +47,14 @@ def add_squares(
     logits,  # [r, line / b, b] f32
     lse,  # [rows, R] f32
     metric,  # [N, b] f32, in place
+    observed,  # [rows] i32, whether the metrics of a head are touched, or None for all
     *,
     metric_s,  # [UNIT / b, max(b, 32)] f32
     loaded,
     c: Config,
+    power: int,
 ):
-    """Add Σ_g exp2(2 (s_g − lse_g)) to the metric of every KV. Pages belong to one head each."""
+    """Add Σ_g exp2(power (s_g − lse_g)) to the metric of KVs. Pages belong to one head each."""
     b = c.block_size
     pages = UNIT // b
     layout = _layout(b)
@@ -89,7 +91,7 @@ def add_squares(
         squares = plgpu.layout_cast(jnp.zeros((pages, b), jnp.float32), layout)
         for g in range(c.group):
             s = load(logits.at[g, pl.ds(first_page, pages)])
-            squares += jnp.exp2(2 * (s - lse[head.row, g]))
+            squares += jnp.exp2(power * (s - lse[head.row, g]))
         token = plgpu.broadcasted_iota(jnp.int32, (pages, b), 0, layout=layout) * b
         token += plgpu.broadcasted_iota(jnp.int32, (pages, b), 1, layout=layout)
         squares = jnp.where(token < end - begin, squares, jnp.zeros_like(squares))
@@ -112,6 +114,8 @@ def add_squares(
     def _head(i):
         head = Head.read(heads, span.first + i, span, TILE)
         units = lax.div((head.end - head.begin) * TILE + UNIT - 1, UNIT)
+        if observed is not None:
+            units *= observed[head.row]
         # Heads of one unit each would otherwise all fall to the first worker.
         first = lax.rem(worker + i, WORKERS)
 

@@ -6,7 +6,7 @@ that is really there, not the width of the block table, and no head is gathered 
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 CHUNK_TOKENS = 256
 """KVs gathered from each head at once."""
@@ -21,11 +21,13 @@ def paged_attention(
     *,
     scale: float,
     metric: Float[Array, "N b"] | None = None,
+    power: int = 2,
+    observed: Bool[Array, " S"] | None = None,
 ) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
     """See `kvjax.kernels.paged_attention`. Softmax and sums in float32.
 
-    Returns the output, and `metric` with Σ p² over each query group added to every KV (None if no
-    metric was given).
+    Returns the output, and `metric` with Σ p^power over each query group added to every KV (None if
+    no metric was given).
     """
     num_seqs, num_query_heads, d = q.shape
     dtype = q.dtype
@@ -79,8 +81,10 @@ def paged_attention(
     out = out / jnp.where(total > 0, total, 1)[..., None]
     if metric is not None:
         log_total = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), 0)
-        squares = jnp.sum(jnp.exp(2 * (logits - log_total[..., None])), axis=2)
-        squares = squares.reshape(*heads, width, b)[:, :, :max_blocks]
-        owned = jnp.arange(max_blocks) < ((context_len + b - 1) // b)[..., None]
-        metric = metric.at[jnp.where(owned, block_table, num_blocks)].add(squares, mode="drop")
+        powers = jnp.sum(jnp.exp(power * (logits - log_total[..., None])), axis=2)
+        powers = powers.reshape(*heads, width, b)[:, :, :max_blocks]
+        touched = jnp.arange(max_blocks) < ((context_len + b - 1) // b)[..., None]
+        if observed is not None:
+            touched &= observed[:, None, None]
+        metric = metric.at[jnp.where(touched, block_table, num_blocks)].add(powers, mode="drop")
     return out.reshape(num_seqs, num_query_heads, d).astype(dtype), metric

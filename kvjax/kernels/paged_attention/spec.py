@@ -112,6 +112,21 @@ def checked(q, k, v, block_table, context_len, metric) -> Shape:
     return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, str(k.dtype))
 
 
+def check_statistic(power: int, observed, shape: Shape) -> None:
+    """Check what the statistic adds up, and for which sequences.
+
+    Raises:
+        ValueError: it names the argument, what it got and what is wanted.
+    """
+    if power not in (1, 2):
+        raise _wanted("power", power, "1 or 2")
+    if observed is not None:
+        if observed.shape != (shape.seqs,):
+            raise _wanted("observed shape", list(observed.shape), [shape.seqs])
+        if observed.dtype != jnp.bool_:
+            raise _wanted("observed dtype", observed.dtype, "bool")
+
+
 def check_table(block_table, context_len, num_blocks: int, block_size: int) -> None:
     """Check lengths and followed table entries on the host, where their values are known.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 
@@ -46,7 +46,7 @@ def config(shape: Shape, *, scale: float, keep_logits: bool) -> Config:
     if shape.dtype == "float16":
         raise NotImplementedError("float16, which TPUs have no vector type for")
     table_bytes = 4 * 4 * shape.max_blocks
-    if table_bytes > MAX_SCALAR_MEMORY or 4 * shape.rows > MAX_SCALAR_MEMORY:
+    if table_bytes > MAX_SCALAR_MEMORY or 2 * 4 * shape.rows > MAX_SCALAR_MEMORY:
         raise NotImplementedError(
             f"{shape.max_blocks} blocks per head and {shape.rows} heads, which overflow scalar "
             "memory"
@@ -64,6 +64,7 @@ def _padded(group: int) -> int:
 
 def _attend(
     lengths,  # [rows] i32, prefetched
+    observed,  # [rows] i32, prefetched: whether the metrics of a head are touched, or None for all
     table,  # [1, 1, M] i32 of this head
     next_table,  # [1, 1, M] i32 of the next head
     q,  # [R, d]
@@ -81,6 +82,7 @@ def _attend(
     updated,  # semaphore, or None
     c: Config,
     group: int,
+    power: int,
 ):
     row, num_rows = pl.program_id(0), pl.num_programs(0)
     pages, b, d = k_s.shape[1:]
@@ -191,13 +193,14 @@ def _attend(
                     copy.wait() if finish else copy.start()
 
         copy_pages(lambda there, here: pltpu.make_async_copy(there, here, updated))
-        squares = jnp.exp(2 * (logits_s[i] - log_total))[:group]
+        squares = jnp.exp(power * (logits_s[i] - log_total))[:group]
         squares = jnp.sum(squares, axis=0, keepdims=True)
         for j in range(pages):
             squares_s[j] += squares[:, j * b : (j + 1) * b]
         copy_pages(lambda there, here: pltpu.make_async_copy(here, there, updated))
 
-    lax.fori_loop(0, chunks, add_squares, None)
+    touched = chunks if observed is None else chunks * observed[row]
+    lax.fori_loop(0, touched, add_squares, None)
 
 
 def paged_attention(
@@ -209,6 +212,8 @@ def paged_attention(
     *,
     c: Config,
     metric: Float[Array, "N b"] | None = None,
+    power: int = 2,
+    observed: Bool[Array, " S"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
     """See `kvjax.kernels.paged_attention`; `c` comes from `config`.
@@ -226,20 +231,23 @@ def paged_attention(
     padded = _padded(group)
     queries = jnp.pad(q.reshape(rows, group, d), ((0, 0), (0, padded - group), (0, 0)))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    per_head = pl.BlockSpec((None, padded, d), lambda i, _: (i, 0, 0))
+    per_head = pl.BlockSpec((None, padded, d), lambda i, *_: (i, 0, 0))
     tables = [
         pl.BlockSpec(
             (1, 1, max_blocks),
-            lambda i, _, ahead=ahead: (jnp.minimum(i + ahead, rows - 1), 0, 0),
+            lambda i, *_, ahead=ahead: (jnp.minimum(i + ahead, rows - 1), 0, 0),
             memory_space=pltpu.SMEM,
         )
         for ahead in (0, 1)
     ]
-    arguments = [context_len.reshape(-1), table, table, queries, k, v]
+    keep = metric is not None
+    prefetched = [context_len.reshape(-1)]
+    if keep and observed is not None:
+        prefetched.append(jnp.repeat(observed.astype(jnp.int32), num_heads))
+    arguments = [*prefetched, table, table, queries, k, v]
     in_specs = [*tables, per_head, in_hbm, in_hbm]
     out_specs = [per_head]
     out_shape = [jax.ShapeDtypeStruct(queries.shape, v.dtype)]
-    keep = metric is not None
     if keep:
         arguments.append(metric.reshape(num_blocks, 1, b))
         in_specs.append(in_hbm)
@@ -259,25 +267,30 @@ def paged_attention(
         }
 
     def body(*refs):
-        head, rest = refs[:6], list(refs[6:])
+        rest = list(refs)
+        lengths, rows_observed = rest.pop(0), rest.pop(0) if len(prefetched) > 1 else None
+        head, rest = rest[:5], rest[5:]
         if keep:
             rest.pop(0)  # the metric as an input: the same memory as the output
         out = rest.pop(0)
         metric_ref = rest.pop(0) if keep else None
         named = dict.fromkeys(("logits_s", "squares_s", "updated")) | dict(zip(scratch, rest))
-        _attend(*head, out=out, metric=metric_ref, **named, c=c, group=group)
+        _attend(
+            lengths, rows_observed, *head,
+            out=out, metric=metric_ref, **named, c=c, group=group, power=power,
+        )  # fmt: skip
 
     out, *new_metric = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(prefetched),
             grid=(rows,),
             in_specs=in_specs,
             out_specs=out_specs,
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=out_shape,
-        input_output_aliases={6: 1} if keep else {},
+        input_output_aliases={len(arguments) - 1: 1} if keep else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=c.vector_memory
         ),
