@@ -5,6 +5,7 @@ them with the cache donated.
 """
 
 import dataclasses
+import functools
 from typing import cast, no_type_check
 
 import jax
@@ -25,7 +26,7 @@ from kvjax.cache import (
 from kvjax.cache.methods import Method
 from kvjax.cache.observe import observe_chunk, observe_prompt
 from kvjax.engine.sampling import SamplingState, sample
-from kvjax.kernels import Prefix, paged_attention, prefill_attention
+from kvjax.kernels import Prefix, paged_attention, plan_paged_attention, prefill_attention
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
 
@@ -244,18 +245,27 @@ def decode_step(
     accumulate = method.observation is not None and method.observation.accumulate
     # Slots that do not run hold nothing as far as attention goes: no work, no change of metrics.
     context_len = jnp.where(active[:, None, None], cache.context_len, 0)
+    works = plan_paged_attention(
+        jnp.moveaxis(context_len, 1, 0),
+        cache.k,
+        num_query_heads=config.num_heads,
+        max_blocks=cache.max_blocks,
+        return_metric=accumulate,
+    )
 
     def attend(carry, layer, q, k, v):
         k_pool, v_pool, metric = carry
         table = lax.dynamic_index_in_dim(cache.block_table, layer, axis=1, keepdims=False)
         lengths = lax.dynamic_index_in_dim(context_len, layer, axis=1, keepdims=False)
+        work = jax.tree.map(lambda x: x[layer], works)
         k_pool, v_pool = write_layer(k_pool, v_pool, table, lengths, k[:, 0], v[:, 0], active)
+        call = functools.partial(
+            paged_attention, q[:, 0], k_pool, v_pool, table, lengths, work=work
+        )
         if accumulate:
-            out, metric = paged_attention(
-                q[:, 0], k_pool, v_pool, table, lengths, metric=metric, return_metric=True
-            )
+            out, metric = call(metric=metric, return_metric=True)
         else:
-            out = cast(jax.Array, paged_attention(q[:, 0], k_pool, v_pool, table, lengths))
+            out = cast(jax.Array, call())
         return (k_pool, v_pool, metric), out[:, None].astype(q.dtype), None
 
     positions = jnp.maximum(cache.seq_len - 1, 0)[:, None]

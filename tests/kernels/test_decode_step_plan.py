@@ -1,0 +1,74 @@
+"""The engine's decode step on a GPU that is not there: one work list for all layers, lowered."""
+
+import functools
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import pytest
+
+from kvjax.cache import init_cache
+from kvjax.cache.methods import get_method
+from kvjax.engine.steps import decode_step
+from kvjax.models.config import LlamaConfig
+from kvjax.models.llama import abstract_params
+from tests.kernels.devices import H200
+
+MODEL = LlamaConfig(
+    name="narrow",
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+)
+SLOTS = 5
+
+
+def traced(method: str):
+    """The decode step, traced for the device of the mesh in use."""
+    cache = jax.eval_shape(
+        lambda: init_cache(
+            num_slots=SLOTS,
+            num_layers=MODEL.num_layers,
+            num_kv_heads=MODEL.num_kv_heads,
+            head_dim=MODEL.head_dim,
+            num_blocks=64,
+            max_blocks_per_head=8,
+            block_size=16,
+            dtype=jnp.bfloat16,
+        )
+    )
+    params = abstract_params(MODEL, jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
+    active = jax.ShapeDtypeStruct((SLOTS,), jnp.bool_)
+    step = jax.jit(functools.partial(decode_step, MODEL, get_method(method)))
+    return step.trace(params, cache, tokens, active)
+
+
+def programs_built(jaxpr, inside_layers: bool = False):
+    """Whether each array of spans, [..., programs, 4], is built inside the scan over layers."""
+    for equation in jaxpr.eqns:
+        inside = inside_layers or equation.primitive.name == "scan"
+        if equation.primitive.name in ("concatenate", "stack"):
+            shape = equation.outvars[0].aval.shape
+            if shape[-2:] == (2 * 132, 4):
+                yield inside, shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from programs_built(inner, inside)
+
+
+@pytest.mark.parametrize("method", ["full", "kv-compress-continual"])
+def test_one_work_list_per_step(method: str) -> None:
+    with jax.sharding.use_abstract_mesh(H200):
+        step = traced(method)
+        text = step.lower(lowering_platforms=("cuda",)).as_text()
+    assert list(programs_built(step.jaxpr.jaxpr)) == [(False, (MODEL.num_layers, 264, 4))]
+    assert "paged_attention_merge" in text
+    assert ("paged_attention_squares" in text) == (method != "full")
+
+
+def test_no_work_list_where_none_is_used() -> None:
+    assert not list(programs_built(traced("full").jaxpr.jaxpr))
