@@ -43,7 +43,7 @@ class PromptKV:
     length: Int32[Array, ""]
 
 
-def _scratch(
+def prompt_scratch(
     config: LlamaConfig, params: nnx.State, num_tokens: int, num_metrics: int
 ) -> tuple[Array, Array, Array]:
     """Room for the keys, values and metrics of all layers, filled layer by layer in place."""
@@ -53,7 +53,7 @@ def _scratch(
     return kv, kv, jnp.zeros((layers, heads, num_metrics), jnp.float32)
 
 
-def _stored(scratch: tuple[Array, ...], layer: Array, *parts: Array) -> tuple[Array, ...]:
+def fill_layer(scratch: tuple[Array, ...], layer: Array, *parts: Array) -> tuple[Array, ...]:
     """The scratch with the parts of one layer filled in."""
     return tuple(whole.at[layer].set(part) for whole, part in zip(scratch, parts, strict=True))
 
@@ -80,12 +80,12 @@ def prefill(
 
     def attend(scratch, layer, q, k, v):
         q, k, v = q[0], k[0], v[0]
-        scratch = _stored(scratch, layer, k, v, observe_prompt(method, layer, q, k, v, length))
+        scratch = fill_layer(scratch, layer, k, v, observe_prompt(method, layer, q, k, v, length))
         return scratch, prefill_attention(q, k, v)[None], None
 
     num_tokens = tokens.shape[0]
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
-    scratch = _scratch(config, params, num_tokens, num_tokens)
+    scratch = prompt_scratch(config, params, num_tokens, num_tokens)
     hidden, (k, v, metric), _ = forward(
         config, params, tokens[None], positions[None], attend, scratch
     )
@@ -177,9 +177,9 @@ def prefill_chunk(
         # unrolled layers would else hold what each of them gathered from the pool to the end, and
         # the pool would be copied because a read of it might come after the write below.
         out, metric = lax.cond(length > 0, observe_and_attend, neither)
-        return _stored(scratch, layer, k, v, metric), out[None], None
+        return fill_layer(scratch, layer, k, v, metric), out[None], None
 
-    scratch = _scratch(config, params, num_tokens, num_held + num_tokens)
+    scratch = prompt_scratch(config, params, num_tokens, num_held + num_tokens)
     hidden, (k, v, metric), _ = forward(
         config, params, tokens[None], positions[None], attend, scratch
     )
@@ -233,8 +233,19 @@ def decode_step(
     cache: PagedCache,
     tokens: Int32[Array, " S"],
     active: Bool[Array, " S"],
+    *,
+    observed: Bool[Array, " S"] | None = None,
 ) -> tuple[PagedCache, Float[Array, "S V"], Bool[Array, ""]]:
     """One token of every active slot: its KVs are written, then attended to with the rest.
+
+    Args:
+        config: the model (static).
+        method: what the step adds to the metrics (static).
+        params: the model's parameters.
+        cache: the cache (donate it).
+        tokens: the last token of each sequence.
+        active: which slots run.
+        observed: which of them have their metrics touched; all by default.
 
     Returns:
         The cache, the logits of the next tokens, and ``ok``: False, and the cache unchanged, when
@@ -263,7 +274,7 @@ def decode_step(
             paged_attention, q[:, 0], k_pool, v_pool, table, lengths, work=work
         )
         if accumulate:
-            out, metric = call(metric=metric, return_metric=True)
+            out, metric = call(metric=metric, return_metric=True, observed=observed)
         else:
             out = cast(jax.Array, call())
         return (k_pool, v_pool, metric), out[:, None].astype(q.dtype), None
