@@ -105,8 +105,10 @@ def paged_attention(
         )
     table = block_table.reshape(rows, max_blocks)
     queries = _operands(q.reshape(rows, c.group, d), c)
-    out = jax.new_ref(jnp.zeros((rows, c.group, d), k.dtype))
-    lse = jax.new_ref(jnp.zeros((rows, c.padded_group), jnp.float32))
+    # Written head by head: those without KVs keep their zeros.
+    written = [jax.new_ref(jnp.zeros((rows, c.group, d), k.dtype))]
+    if c.keep_logits:
+        written.append(jax.new_ref(jnp.zeros((rows, c.padded_group), jnp.float32)))
     call = functools.partial(
         plgpu.kernel,
         grid_names=("program",),
@@ -125,8 +127,12 @@ def paged_attention(
         parts.append(jax.ShapeDtypeStruct((c.group, _num_tiles(shape) * TILE), jnp.float32))
 
     def attend_body(*refs, **scratch):
-        logits = () if c.keep_logits else (None,)
-        attend(*refs, *logits, **scratch, c=c)
+        if not c.keep_logits:
+            refs = (*refs[:7], None, *refs[7:], None)
+        attend(*refs, **scratch, c=c)
+
+    def merge_body(*refs, **scratch):
+        merge(*refs, *(() if c.keep_logits else (None,)), **scratch, c=c)
 
     part, part_lse, *logits = call(
         attend_body,
@@ -136,14 +142,14 @@ def paged_attention(
         thread_name="thread",
         scratch_types=c.attend_scratch(),
         kernel_name="paged_attention",
-    )(work.heads, work.spans, table, queries, k, v, out, lse)
+    )(work.heads, work.spans, table, queries, k, v, *written)
     call(
-        functools.partial(merge, c=c),
+        merge_body,
         out_type=(),
         grid=(c.programs,),
         scratch_types={"out_s": c.out_scratch()},
         kernel_name="paged_attention_merge",
-    )(work.heads, work.spans, work.share, part, part_lse, out, lse)
+    )(work.heads, work.spans, work.share, part, part_lse, *written)
     if metric is not None:
         metric_ref = jax.new_ref(metric)
         if observed is None:
@@ -167,9 +173,9 @@ def paged_attention(
             work.spans,
             table,
             logits[0].reshape(c.group, -1, c.block_size),
-            jax.freeze(lse),
+            jax.freeze(written[1]),
             metric_ref,
             *rows_observed,
         )
         metric = jax.freeze(metric_ref)
-    return jax.freeze(out).reshape(q.shape), metric
+    return jax.freeze(written[0]).reshape(q.shape), metric

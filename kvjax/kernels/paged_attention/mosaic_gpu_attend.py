@@ -181,7 +181,7 @@ def attend(
     k,  # [N, b, d]
     v,  # [N, b, d]
     out,  # [rows, r, d], whole heads
-    lse,  # [rows, R] f32, whole heads
+    lse,  # [rows, R] f32, whole heads, or None
     part,  # [2P, ranges, channels, R] f32, shared heads: 2p ends in program p, 2p + 1 begins there
     part_lse,  # [2P, R] f32
     logits,  # [r, line] f32, or None
@@ -385,7 +385,8 @@ def _write_head(row, accs, head_lse, out, lse, out_s, c: Config):
             plgpu.wait_smem_to_gmem(0)
         mine = out_s.at[n, pl.ds(0, c.group)]
         plgpu.copy_smem_to_gmem(mine, out.at[row, :, pl.ds(first, count)])
-    lse[row] = head_lse
+    if lse is not None:
+        lse[row] = head_lse
 
 
 def merge(
@@ -395,7 +396,7 @@ def merge(
     part,  # [2P, ranges, channels, R] f32
     part_lse,  # [2P, R] f32
     out,  # [rows, r, d]
-    lse,  # [rows, R] f32
+    lse,  # [rows, R] f32, or None
     *,
     out_s,  # [ranges, R, channels]
     c: Config,
