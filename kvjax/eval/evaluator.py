@@ -1,0 +1,464 @@
+"""Runs one prompt under many (method, rate) variants that share its prefill.
+
+For every row: one dense pass over prompt and target; one metric per distinct observation and cut;
+then batches of variants, each a sequence slot of one paged cache: survivors written, the rest of
+the prompt and the target fed in one chunk, an answer decoded greedily where the task wants one.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, SupportsFloat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import budget_blocks, free_blocks, init_cache, release
+from kvjax.cache.methods import Method, get_method
+from kvjax.engine import steps
+from kvjax.engine.runner import NO_BUDGET
+from kvjax.engine.sampling import init_sampling
+from kvjax.errors import UserError
+from kvjax.eval import passes
+from kvjax.eval.rows import Row, TokenRow, tokenise
+from kvjax.eval.scorers import finish_answer, needs_answer, score_answer
+from kvjax.models import LoadedModel
+
+STEPS_PER_VISIT = 8
+"""Tokens decoded before the host looks for stop texts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method at a compression rate."""
+
+    method: str
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatorConfig:
+    """Sizes of an evaluation."""
+
+    block_size: int = 16
+    num_slots: int = 16
+    """Variants of one prompt that run side by side."""
+    floor: int = 0
+    """Tokens' worth of KVs that every rate keeps at least."""
+    context_length: int | None = None
+    """Most tokens of a prompt and its answer, instead of the model's own limit."""
+    max_target: int = 128
+    """Tokens of a target that are teacher-forced."""
+    max_new_tokens: int | None = None
+    """Most tokens of a generated answer, if less than the task's own number."""
+    answers: bool = True
+    """Whether answers are generated for tasks whose metric needs them."""
+
+    def __post_init__(self):
+        for name in ("block_size", "num_slots", "max_target"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} {getattr(self, name)}: give at least 1")
+        if self.floor < 0:
+            raise UserError(f"floor {self.floor}: give at least 0")
+        for name in ("context_length", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value}: give at least 1")
+
+
+def bucket(size: int, least: int) -> int:
+    """The padded size of so many tokens: at most a quarter more, and few different ones."""
+    step = max(least, 2 ** max(0, size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: int = 0) -> int:
+    """Blocks that a sequence of `length` tokens may keep at a rate, over all its heads.
+
+    length · heads / (rate · block_size), rounded down, but at least a block per head and the
+    floor. No cap in whole blocks per head comes between: on short prompts it would change the rate.
+
+    Raises:
+        UserError: the rate is not a finite number of at least 1.
+    """
+    if not 1 <= rate < float("inf"):
+        raise UserError(f"rate {rate}: give a number of at least 1 (1 keeps everything)")
+    if rate == 1:
+        return NO_BUDGET
+    least = heads if floor == 0 else budget_blocks(floor, 1, heads, block_size)
+    return max(least, int(length * heads / (rate * block_size)))
+
+
+class Evaluator:
+    """A loaded model and what was compiled for it."""
+
+    def __init__(self, model: LoadedModel, config: EvaluatorConfig):
+        self.model, self.config = model, config
+        self.compile_seconds = 0.0
+        self.limit = config.context_length or model.config.max_position_embeddings
+        self._compiled: dict[Any, Callable] = {}
+        self._cache_of: tuple[int, Any] | None = None
+        eos = tuple(model.tokenizer.eos_ids) or (-1,)
+        self._eos_ids = jnp.asarray(eos, jnp.int32)
+
+    @property
+    def heads(self) -> int:
+        return self.model.config.num_layers * self.model.config.num_kv_heads
+
+    def tokenise(self, row: Row) -> TokenRow:
+        """The row's tokens; see `kvjax.eval.rows.tokenise`."""
+        most = self.config.max_new_tokens
+        if most is not None and most < row.max_new_tokens:
+            row = dataclasses.replace(row, max_new_tokens=most)
+        return tokenise(row, self.model.tokenizer, self.limit, self.config.max_target)
+
+    def _run(self, key: Any, fn: Callable, *args, donate: tuple[int, ...] = ()) -> Any:
+        """Call `fn` as compiled for these shapes; compiling counts apart from every other time."""
+        shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(args))
+        if (key, shapes) not in self._compiled:
+            start = time.perf_counter()
+            compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
+            self._compiled[key, shapes] = compiled
+            self.compile_seconds += time.perf_counter() - start
+        return self._compiled[key, shapes](*args)
+
+    def _timed(self, key: Any, fn: Callable, *args, donate: tuple[int, ...] = ()) -> Any:
+        """`_run`, and the seconds it took without compiling."""
+        before, start = self.compile_seconds, time.perf_counter()
+        out = jax.block_until_ready(self._run(key, fn, *args, donate=donate))
+        return out, time.perf_counter() - start - (self.compile_seconds - before)
+
+    def evaluate(
+        self, row: Row, tokens: TokenRow, jobs: Mapping[str, Sequence[Variant]]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Results of a row, a batch of variants at a time.
+
+        Args:
+            row: the prompt.
+            tokens: its tokens.
+            jobs: the variants wanted under each protocol.
+
+        Yields:
+            One dictionary per (protocol, variant), ready for `json.dumps`.
+
+        Raises:
+            UserError: a variant does not fit a pool of its own.
+        """
+        run = _RowRun(self, row, tokens)
+        cuts: dict[int, list[str]] = {}
+        for protocol in jobs:
+            cuts.setdefault(tokens.cut(protocol), []).append(protocol)
+        for cut, protocols in cuts.items():
+            # Where a row has nothing between two cuts, their protocols are one and the same.
+            wanted = {variant: None for name in protocols for variant in jobs[name]}
+            for batch in run.at_cut(cut, list(wanted)):
+                yield [
+                    {**result, "protocol": protocol}
+                    for protocol in protocols
+                    for variant, result in batch
+                    if variant in jobs[protocol]
+                ]
+
+    def empty_cache(self, tokens_per_head: int):
+        """An empty cache of the evaluator's slots, kept until another size is asked for."""
+        config, model = self.config, self.model.config
+        width = -(-tokens_per_head // config.block_size)
+        if self._cache_of is None or self._cache_of[0] != width:
+            self._cache_of = None
+            sequences = max(1, -(-config.num_slots // 3))
+            cache = init_cache(
+                num_slots=config.num_slots,
+                num_layers=model.num_layers,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                num_blocks=sequences * self.heads * width,
+                max_blocks_per_head=width,
+                block_size=config.block_size,
+                dtype=jax.tree.leaves(self.model.params)[0].dtype,
+            )
+            return cache
+        cache, self._cache_of = self._cache_of[1], None
+        return cache
+
+    def keep_cache(self, cache) -> None:
+        """Hand an empty cache back for the next prompt."""
+        self._cache_of = (cache.max_blocks, cache)
+
+
+class _RowRun:
+    """One row: its dense pass, and what follows from it."""
+
+    def __init__(self, evaluator: Evaluator, row: Row, tokens: TokenRow):
+        self.evaluator, self.row, self.tokens = evaluator, row, tokens
+        self.model = evaluator.model
+        self.prompt, self.target = tokens.prompt, tokens.target
+        self.generates = evaluator.config.answers and needs_answer(row.metric)
+        config = evaluator.config
+        self.new_tokens = 0
+        if self.generates:
+            self.new_tokens = min(row.max_new_tokens, config.max_new_tokens or row.max_new_tokens)
+        # Positions whose next token is a target token.
+        self.num_target = bucket(len(self.target), 8)
+        everything = np.concatenate([self.prompt, self.target[:-1]])
+        self.size = bucket(len(everything), 128)
+        padded = np.zeros(self.size, np.int32)
+        padded[: len(everything)] = everything
+        self.everything = everything
+        at = len(self.prompt) - 1 + np.arange(self.num_target, dtype=np.int32)
+        at = np.minimum(at, len(everything) - 1)
+        fn = functools.partial(passes.dense_pass, self.model.config)
+        self.dense, self.prefill_seconds = evaluator._timed(
+            "dense", fn, self.model.params, padded, at
+        )
+        self.full_top = np.asarray(jnp.argmax(self.dense.scores, axis=-1))
+        self.metrics: dict[Any, tuple[Any, float]] = {}
+
+    def at_cut(
+        self, cut: int, variants: Sequence[Variant]
+    ) -> Iterator[list[tuple[Variant, dict[str, Any]]]]:
+        """Results of the variants for the prompt compressed after `cut` tokens."""
+        chunk = self.everything[cut:]
+        fed = len(self.prompt) - cut
+        room = bucket(max(1, len(chunk)), 16)
+        growth = fed + self.new_tokens
+        cache = self.evaluator.empty_cache(self.size + bucket(max(1, growth), 64))
+        cuts = _Cut(self, cut, chunk, fed, room, growth)
+        # Slots of a like size side by side: a batch decodes at the pace of its longest head.
+        pending = sorted(variants, key=lambda v: (v.rate, v.method))
+        while pending:
+            cache, batch, pending = cuts.admit(cache, pending)
+            cache, results = cuts.score(cache, batch)
+            yield results
+        self.evaluator.keep_cache(cache)
+        self.metrics.clear()
+
+    def metric(self, method: Method, cut: int) -> tuple[Any, float]:
+        """The metric of the prompt's KVs and the seconds it took, once per observation."""
+        observation = method.observation
+        if observation not in self.metrics:
+            fn = functools.partial(passes.observe, method)
+            dense = self.dense
+            args = (dense.q, dense.k, dense.v, np.int32(cut))
+            self.metrics[observation] = self.evaluator._timed(("observe", observation), fn, *args)
+        return self.metrics[observation]
+
+
+@dataclasses.dataclass
+class _Admitted:
+    """A variant in a slot."""
+
+    variant: Variant
+    select_seconds: float
+    shortfall: int
+
+
+@dataclasses.dataclass
+class _Cut:
+    """A row compressed after `cut` tokens; `chunk` follows, `fed` of it before the target."""
+
+    run: _RowRun
+    cut: int
+    chunk: np.ndarray
+    fed: int
+    room: int
+    """Tokens that the pass over the chunk is compiled for."""
+    growth: int
+    """Tokens that may be written after the cut."""
+
+    @functools.cached_property
+    def mass(self):
+        """Attention that the chunk pays to the prompt's KVs; see `attention_mass`."""
+        fn = functools.partial(passes.attention_mass, self.room)
+        dense = self.run.dense
+        args = (dense.q, dense.k, np.int32(self.cut), np.int32(len(self.chunk)))
+        return self.run.evaluator._run(("mass", self.room), fn, *args)
+
+    def admit(self, cache, pending: list[Variant]):
+        """Fill the slots; returns the cache, what is in them, and what is still pending."""
+        run, config = self.run, self.run.evaluator.config
+        heads, b = run.evaluator.heads, config.block_size
+        reserve = heads * (-(-self.growth // b) + 1) if self.growth else 0
+        batch: list[_Admitted] = []
+        while pending and len(batch) < config.num_slots:
+            variant = pending[0]
+            slot = len(batch)
+            cache, admitted = self._admit(cache, slot, variant)
+            enough = admitted is not None and int(free_blocks(cache)) >= reserve * (slot + 1)
+            if not enough:
+                mark = np.arange(config.num_slots) == slot
+                cache = run.evaluator._run("release", release, cache, mark, donate=(0,))
+                if not batch:
+                    raise UserError(
+                        f"{variant.method} at rate {variant.rate:g} needs more than the pool of "
+                        f"{cache.num_blocks} blocks for {run.row.id}: give a larger --batch"
+                    )
+                break
+            assert admitted is not None
+            batch.append(admitted)
+            pending = pending[1:]
+        return cache, batch, pending
+
+    def _admit(self, cache, slot: int, variant: Variant):
+        run, evaluator = self.run, self.run.evaluator
+        method, config = get_method(variant.method), evaluator.config
+        metric, seconds = run.metric(method, self.cut)
+        prompt = steps.PromptKV(run.dense.k, run.dense.v, metric, jnp.int32(self.cut))
+        keep = rate_blocks(self.cut, variant.rate, evaluator.heads, config.block_size, config.floor)
+        shortfall = 0
+        if keep == NO_BUDGET or not method.compresses:
+            (cache, ok), took = evaluator._timed(
+                "admit whole", steps.admit_whole, cache, np.int32(slot), prompt, donate=(0,)
+            )
+        else:
+            fn = functools.partial(steps.admit, method=method)
+            args = (cache, np.int32(slot), prompt, np.int32(keep))
+            (cache, report, ok), took = evaluator._timed(
+                ("admit", _selection(method)), fn, *args, donate=(0,)
+            )
+            shortfall = int(report.shortfall[0])
+        if not ok:
+            return cache, None
+        return cache, _Admitted(variant, seconds + took, shortfall)
+
+    def score(self, cache, batch: list[_Admitted]):
+        """Feed, teacher-force, decode; returns the emptied cache and the results."""
+        run, evaluator = self.run, self.run.evaluator
+        model, slots = run.model, evaluator.config.num_slots
+        count = len(self.chunk)
+        recall, kept = evaluator._run("recall", passes.attention_recall, cache, self.mass)
+        recall, kept = np.asarray(recall), np.asarray(kept)
+
+        tokens = np.zeros(self.room, np.int32)
+        tokens[:count] = self.chunk
+        # Prediction i of a target token comes from chunk token fed − 1 + i; without fed tokens
+        # the first one is the dense pass's own.
+        at = np.clip(self.fed - 1 + np.arange(run.num_target), 0, self.room - 1).astype(np.int32)
+        target = np.zeros(run.num_target, np.int32)
+        target[: len(run.target)] = run.target
+        args = (model.params, cache, tokens, np.int32(self.cut), at, target, run.dense.scores)
+        fn = functools.partial(passes.teacher_force, model.config)
+        teacher, seconds = evaluator._timed("teacher", fn, *args)
+        top = np.array(teacher.top)
+        if self.fed == 0:
+            top[:, 0] = run.full_top[0]
+        answers: list[list[int]] = [[] for _ in batch]
+        decode_seconds = 0.0
+        if run.generates:
+            cache, answers, decode_seconds = self._decode(cache, teacher, top[:, 0], len(batch))
+        mark = np.ones(slots, bool)
+        cache = evaluator._run("release", release, cache, mark, donate=(0,))
+        nll, kl = np.asarray(teacher.nll), np.asarray(teacher.kl)
+        shared = {"score": seconds / len(batch), "decode": decode_seconds / len(batch)}
+        results = []
+        for slot, admitted in enumerate(batch):
+            result = self._result(admitted, kept[slot], recall[slot], shared)
+            result |= self._forced(top[slot], nll[slot], kl[slot])
+            result |= self._answered(result["em"], answers[slot])
+            results.append((admitted.variant, result))
+        return cache, results
+
+    def _result(self, admitted: _Admitted, kept, recall, shared) -> dict[str, Any]:
+        run, b = self.run, self.run.evaluator.config.block_size
+        row, heads, config = run.row, run.evaluator.heads, run.model.config
+        dtype = jax.tree.leaves(run.model.params)[0].dtype
+        block_bytes = b * (2 * config.head_dim * dtype.itemsize + 8)
+        blocks = int((-(-kept // b)).sum())
+        return {
+            "id": row.id,
+            "task": row.task,
+            "length": row.length,
+            "depth": row.depth,
+            "method": admitted.variant.method,
+            "rate": admitted.variant.rate,
+            "prompt_tokens": len(run.prompt),
+            "compressed_tokens": self.cut,
+            "target_tokens": len(run.target),
+            "removed_tokens": run.tokens.removed,
+            "kvs_full": heads * self.cut,
+            "kvs": int(kept.sum()),
+            "blocks": blocks,
+            "bytes_full": heads * -(-self.cut // b) * block_bytes,
+            "bytes": blocks * block_bytes,
+            "shortfall": admitted.shortfall,
+            "recall": _rounded(recall.mean()) if len(self.chunk) else None,
+            "recall_by_layer": [_rounded(share) for share in recall] if len(self.chunk) else None,
+            "kept": kept.tolist(),
+            "seconds": {
+                "prefill": _rounded(run.prefill_seconds),
+                "select": _rounded(admitted.select_seconds),
+                **{name: _rounded(value) for name, value in shared.items()},
+            },
+        }
+
+    def _forced(self, top: np.ndarray, nll: np.ndarray, kl: np.ndarray) -> dict[str, Any]:
+        """em over the whole target; nll, kl and agree over what follows its first token."""
+        target, rest = self.run.target, slice(1, len(self.run.target))
+        out: dict[str, Any] = {"em": int(np.array_equal(top[: len(target)], target))}
+        if len(target) == 1:
+            return {**out, "nll": None, "kl": None, "agree": None}
+        agree = (top[rest] == self.run.full_top[rest]).mean()
+        values = {"nll": nll[rest].mean(), "kl": kl[rest].mean(), "agree": agree}
+        return {**out, **{name: _rounded(value) for name, value in values.items()}}
+
+    def _answered(self, em: int, tokens: list[int]) -> dict[str, Any]:
+        row = self.run.row
+        if row.metric == "nll":
+            return {"metric": "nll", "score": None}
+        if not self.run.generates:
+            return {"metric": "em", "score": float(em)}
+        text = finish_answer(self.run.model.tokenizer.decode(tokens), row.stop)
+        score = score_answer(row.metric, text, row.answers or (row.target,), row.classes)
+        return {"metric": row.metric, "score": _rounded(score), "answer": text}
+
+    def _decode(self, cache, teacher, first: np.ndarray, used: int):
+        """Greedy answers of the first `used` slots, from their first token on."""
+        run, evaluator = self.run, self.run.evaluator
+        slots = evaluator.config.num_slots
+        active = np.arange(slots) < used
+        if self.fed:
+            args = (cache, teacher.k, teacher.v, np.int32(self.fed), active)
+            cache, ok = evaluator._run("fed", passes.write_fed, *args, donate=(0,))
+            assert bool(ok)
+        eos = set(run.model.tokenizer.eos_ids)
+        answers = [[int(token)] for token in first[:used]]
+        active[:used] = [answer[0] not in eos for answer in answers]
+        if run.new_tokens < 2:
+            active[:] = False
+        state = steps.DecodeState(
+            token=jnp.asarray(first, jnp.int32),
+            active=jnp.asarray(active),
+            remaining=jnp.full(slots, run.new_tokens - 1, jnp.int32),
+            stop_at_eos=jnp.ones(slots, bool),
+            sampling=init_sampling(slots),
+        )
+        full = get_method("full")
+        fn = functools.partial(steps.decode_steps, run.model.config, full, STEPS_PER_VISIT)
+        total = 0.0
+        while active.any():
+            args = (run.model.params, cache, state, evaluator._eos_ids)
+            (cache, state, out, ok), seconds = evaluator._timed("decode", fn, *args, donate=(1, 2))
+            assert bool(ok)
+            total += seconds
+            for slot, stream in enumerate(np.asarray(out).T[:used]):
+                answers[slot] += [int(token) for token in stream if token >= 0]
+            active = np.array(state.active)
+            for slot in np.flatnonzero(active):
+                active[slot] = not self._stopped(answers[slot])
+            state = dataclasses.replace(state, active=jnp.asarray(active))
+        return cache, answers, total
+
+    def _stopped(self, tokens: list[int]) -> bool:
+        text = self.run.model.tokenizer.decode(tokens)
+        # A stop text at the very beginning is passed over, as by `finish_answer`.
+        return any(stop in text.lstrip("\n") for stop in self.run.row.stop)
+
+
+def _selection(method: Method) -> Method:
+    """The method without what choosing survivors does not depend on, so that fewer compile."""
+    return dataclasses.replace(method, name="", summary="")
+
+
+def _rounded(value: SupportsFloat) -> float:
+    return float(f"{float(value):.5g}")

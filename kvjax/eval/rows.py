@@ -1,0 +1,196 @@
+"""One prompt as the evaluation knows it: text in segments, and where each protocol cuts it.
+
+A row is head + context + question + suffix + answer_prefix, then the target. `head` opens the chat
+template, `suffix` closes the user's turn and opens the assistant's. Each segment is tokenised on
+its own, without special tokens of the tokenizer's, and no BOS is added.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kvjax.errors import UserError
+from kvjax.eval.files import open_text
+from kvjax.eval.scorers import check_metric, needs_answer
+from kvjax.models.tokenizer import Tokenizer
+
+Protocol = Literal["prompt", "question", "agnostic"]
+SEGMENTS = ("head", "context", "question", "suffix", "answer_prefix")
+PROTOCOLS: dict[str, int] = {"prompt": 5, "question": 3, "agnostic": 2}
+"""How many of `SEGMENTS` are prefilled with full attention and then compressed once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A prompt, its true answer, and how an answer is scored."""
+
+    id: str
+    task: str
+    length: int
+    """Nominal length of the prompt in tokens."""
+    head: str
+    context: str
+    question: str
+    suffix: str
+    answer_prefix: str
+    target: str
+    """The true answer, or the true following text."""
+    metric: str = "em"
+    """A name of `kvjax.eval.scorers.SCORERS`; "em" and "nll" need no generated answer."""
+    answers: tuple[str, ...] = ()
+    """What the metric compares a generated answer with; the target alone if empty."""
+    classes: tuple[str, ...] = ()
+    """All classes, for the metric "classification"."""
+    max_new_tokens: int = 64
+    """Most tokens of a generated answer."""
+    stop: tuple[str, ...] = ()
+    """A generated answer ends before the first of these."""
+    depth: float | None = None
+    """Where in the context the answer stands, 0 to 1."""
+
+    def __post_init__(self):
+        for field in ("id", "task", "target"):
+            if not getattr(self, field):
+                raise ValueError(f"{field} is empty")
+        for field, least in (("length", 0), ("max_new_tokens", 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field} {getattr(self, field)} is less than {least}")
+        check_metric(self.metric)
+
+
+REQUIRED = ("id", "task", "length", *SEGMENTS, "target")
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(("id", "task", *SEGMENTS, "target", "metric"), (str, "text")),
+    **dict.fromkeys(("length", "max_new_tokens"), (int, "whole number")),
+    **dict.fromkeys(("answers", "classes", "stop"), (list, "list of texts")),
+    "depth": ((int, float, type(None)), "number"),
+}
+"""What a prompt file may hold of each field."""
+
+
+def row_from(values: Any) -> Row:
+    """A row of a prompt file.
+
+    Raises:
+        ValueError: a field is missing or of the wrong kind; says which.
+    """
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    if missing := [name for name in REQUIRED if name not in values]:
+        raise ValueError(f"{missing[0]} is missing")
+    known = {name: values[name] for name in _KINDS if name in values}
+    for name, value in known.items():
+        kind, called = _KINDS[name]
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if isinstance(value, list):
+            fits = fits and all(isinstance(text, str) for text in value)
+            known[name] = tuple(value)
+        if not fits:
+            raise ValueError(f"{name} {value!r} is no {called}")
+    return Row(**known)
+
+
+@dataclasses.dataclass
+class Skipped:
+    """Rows that could not be used, and why: told to the user, never dropped in silence."""
+
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, source: str, number: int, reason: str) -> None:
+        self.reasons.append(f"{source} row {number}: {reason}")
+
+
+def read_jsonl(path: Path, skipped: Skipped) -> Iterator[tuple[int, Any]]:
+    """Number (from 1) and value of every row of a .jsonl or .jsonl.gz file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                skipped.add(path.name, number, f"no JSON ({error.msg})")
+
+
+def read_prompts(path: Path, skipped: Skipped) -> list[Row]:
+    """The rows of a prompt file.
+
+    Raises:
+        UserError: the file cannot be read or has no usable row.
+    """
+    rows = []
+    for number, values in read_jsonl(path, skipped):
+        try:
+            rows.append(row_from(values))
+        except ValueError as error:
+            skipped.add(path.name, number, str(error))
+    if not rows:
+        why = f"; {skipped.reasons[-1]}" if skipped.reasons else ""
+        raise UserError(f"{path} has no usable row{why}")
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRow:
+    """A row as tokens."""
+
+    segments: tuple[np.ndarray, ...]
+    """Token ids of `SEGMENTS`, int32."""
+    target: np.ndarray
+    removed: int
+    """Tokens cut out of the middle because the model's context is shorter."""
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """Everything before the target."""
+        return np.concatenate(self.segments)
+
+    def cut(self, protocol: str) -> int:
+        """Tokens that are prefilled with full attention and compressed; the rest is fed."""
+        return sum(len(part) for part in self.segments[: PROTOCOLS[protocol]])
+
+
+def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> TokenRow:
+    """The tokens of a row, at most `limit` with its target or generated answer.
+
+    A longer one loses the middle of context and question: the first and the last half of what they
+    may have stay (LongBench's rule).
+
+    Args:
+        row: the row.
+        tokenizer: the model's.
+        limit: tokens of the model's context.
+        max_target: tokens of the target that count.
+
+    Raises:
+        ValueError: a segment other than context and question fills the context by itself.
+    """
+    parts = [
+        np.asarray(tokenizer.encode(getattr(row, name)), np.int32).reshape(-1) for name in SEGMENTS
+    ]
+    target = np.asarray(tokenizer.encode(row.target), np.int32).reshape(-1)[:max_target]
+    if not len(target):
+        raise ValueError("the target has no token")
+    head, context, question, suffix, prefix = parts
+    answer = max(len(target), row.max_new_tokens if needs_answer(row.metric) else 1)
+    room = limit - len(head) - len(suffix) - len(prefix) - answer
+    if room < 2:
+        raise ValueError(f"no room for the context: the limit is {limit} tokens")
+    removed = max(0, len(context) + len(question) - room)
+    if removed:
+        whole = np.concatenate([context, question])
+        first, last = room - room // 2, len(whole) - room // 2
+        kept = np.r_[0:first, last : len(whole)]
+        is_context = kept < len(context)
+        context, question = whole[kept[is_context]], whole[kept[~is_context]]
+    if not len(head) + len(context):
+        raise ValueError("head and context have no token")
+    return TokenRow((head, context, question, suffix, prefix), target, removed)

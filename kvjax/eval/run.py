@@ -1,0 +1,133 @@
+"""A whole evaluation: methods × rates × rows × protocols, resumable, with the time left."""
+
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+
+from kvjax.cli import Progress
+from kvjax.errors import UserError
+from kvjax.eval.evaluator import Evaluator, Variant, bucket
+from kvjax.eval.results import ResultsFile
+from kvjax.eval.rows import Row, Skipped, TokenRow
+
+SAY_EVERY = 30.0
+"""Seconds between two lines of progress where no terminal shows them in place."""
+
+
+class TimeLeft:
+    """Progress of a run, by work done since it started."""
+
+    def __init__(self, progress: Progress, total: int):
+        self._progress, self._total, self._done = progress, total, 0
+        self._start, self._said = time.perf_counter(), -SAY_EVERY
+        self._live = sys.stderr.isatty()
+
+    def __call__(self, what: str, done: int = 0) -> None:
+        """Say what is being done, after `done` more of the total."""
+        self._done += done
+        now = time.perf_counter()
+        if not self._live and now - self._said < SAY_EVERY:
+            return
+        self._said = now
+        left = ""
+        if self._done:
+            left = f", {spell((now - self._start) / self._done * (self._total - self._done))} left"
+        self._progress(f"{self._done}/{self._total} results{left}: {what}")
+
+
+def spell(seconds: float) -> str:
+    """A duration as people say it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def variants_of(methods: Sequence[str], rates: Sequence[float]) -> list[Variant]:
+    """The full cache first, then every other method at every rate."""
+    others = [method for method in dict.fromkeys(methods) if method != "full"]
+    return [Variant("full", 1.0)] + [Variant(m, float(r)) for m in others for r in rates]
+
+
+def tokenised(
+    evaluator: Evaluator, rows: Sequence[Row], skipped: Skipped
+) -> list[tuple[Row, TokenRow]]:
+    """The rows that fit the model, with their tokens, in order of their padded lengths.
+
+    Raises:
+        UserError: none is left.
+    """
+    ready: dict[str, tuple[Row, TokenRow]] = {}
+    for number, row in enumerate(rows, 1):
+        if row.id in ready:
+            skipped.add(row.task, number, f"id {row.id!r} was there before")
+            continue
+        try:
+            ready[row.id] = row, evaluator.tokenise(row)
+        except ValueError as error:
+            skipped.add(row.task, number, str(error))
+    if not ready:
+        raise UserError(f"no row is left: {skipped.reasons[-1] if skipped.reasons else 'none'}")
+    # Rows of one size side by side, so that the cache is laid out once for all of them.
+    return sorted(ready.values(), key=lambda r: bucket(len(r[1].prompt) + len(r[1].target), 128))
+
+
+def digest(tokens: TokenRow) -> str:
+    """A fingerprint of a row's tokens and their segments."""
+    parts = [*tokens.segments, tokens.target]
+    data = b"/".join(part.tobytes() for part in parts)
+    return f"{zlib.crc32(data):08x}"
+
+
+def run(
+    evaluator: Evaluator,
+    rows: Sequence[tuple[Row, TokenRow]],
+    protocols: Sequence[str],
+    variants: Sequence[Variant],
+    file: ResultsFile,
+    progress: Progress,
+    details: int = 0,
+) -> None:
+    """Compute what the file lacks, row by row.
+
+    Args:
+        evaluator: the model.
+        rows: from `tokenised`.
+        protocols: names of `PROTOCOLS`.
+        variants: from `variants_of`.
+        file: where results go and what is there already.
+        progress: shows what is being done.
+        details: so many rows of each task keep what each layer and head held and its recall.
+
+    Raises:
+        UserError: the file holds a result of one of these ids for another prompt.
+    """
+    known = {result["id"]: result["digest"] for result in file.results}
+    jobs: list[tuple[Row, TokenRow, dict[str, list[Variant]], bool]] = []
+    seen: dict[str, int] = {}
+    for row, tokens in rows:
+        if known.get(row.id, digest(tokens)) != digest(tokens):
+            raise UserError(
+                f"{file.path} holds results of another prompt with the id {row.id}: "
+                "give another --out"
+            )
+        lacking = {
+            protocol: [v for v in variants if not file.has((row.id, protocol, v.method, v.rate))]
+            for protocol in protocols
+        }
+        lacking = {protocol: wanted for protocol, wanted in lacking.items() if wanted}
+        seen[row.task] = seen.get(row.task, 0) + 1
+        if lacking:
+            jobs.append((row, tokens, lacking, seen[row.task] <= details))
+    say = TimeLeft(progress, sum(len(w) for *_, lacking, _ in jobs for w in lacking.values()))
+    for row, tokens, lacking, detailed in jobs:
+        say(row.id)
+        for batch in evaluator.evaluate(row, tokens, lacking):
+            for result in batch:
+                result["digest"] = digest(tokens)
+                if not detailed:
+                    del result["recall_by_layer"], result["kept"]
+            file.add(batch)
+            say(row.id, len(batch))

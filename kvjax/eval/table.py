@@ -1,0 +1,276 @@
+"""Results as Markdown tables, with 95 % intervals by the bootstrap over prompts."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.eval.results import Result
+
+RESAMPLES = 2000
+FULL = "full"
+LEAST_FULL = {"em": 0.5}
+"""Least mean score of the full cache below which a task says nothing; 0.05 for other metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def shown(self, digits: int) -> str:
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def bootstrap(
+    values: Sequence[float], of: Sequence[float] | None = None, seed: int = 0
+) -> Interval | None:
+    """Mean of some values, or the ratio of their mean to that of others of the same prompts.
+
+    Percentile bootstrap: prompts are drawn with replacement, both numbers of a prompt together.
+
+    Args:
+        values: one per prompt.
+        of: the same prompts' values in the denominator.
+        seed: of the resampling.
+
+    Returns:
+        None without values or with a denominator of 0.
+    """
+    top = np.asarray(values, float)
+    if not len(top):
+        return None
+    drawn = np.random.default_rng(seed).integers(0, len(top), (RESAMPLES, len(top)))
+    means = top[drawn].mean(axis=1)
+    mean = top.mean()
+    if of is not None:
+        bottom = np.asarray(of, float)
+        if bottom.mean() == 0:
+            return None
+        below = bottom[drawn].mean(axis=1)
+        # A sample in which the full cache scores nothing has no ratio.
+        means, mean = means[below > 0] / below[below > 0], mean / bottom.mean()
+    low, high = np.percentile(means, (2.5, 97.5))
+    return Interval(float(mean), float(low), float(high))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One (task, protocol, method, rate) over its prompts."""
+
+    task: str
+    protocol: str
+    method: str
+    rate: float
+    metric: str
+    prompts: int
+    score: Interval | None
+    share: Interval | None
+    """Score as a share of the full cache's on the same prompts."""
+    nll: Interval | None
+    kl: Interval | None
+    agree: Interval | None
+    recall: float | None
+    kvs: float
+    """KVs held, mean."""
+    kvs_share: float
+    """KVs held as a share of the full cache's."""
+    megabytes: float
+    select_share: float
+    """Seconds of choosing and writing the survivors as a share of the prefill's."""
+    seconds: float
+    """Seconds of a prompt after its prefill."""
+    full_fails: bool
+    """Whether the full cache scores too little for the task to say anything."""
+
+
+def summarise(results: Iterable[Result]) -> list[Line]:
+    """One line per (task, protocol, method, rate); the full cache comes first."""
+    groups: dict[tuple, list[Result]] = collections.defaultdict(list)
+    for result in results:
+        key = (result["task"], result["protocol"], result["method"], result["rate"])
+        groups[key].append(result)
+    lines = []
+    for (task, protocol, method, rate), rows in groups.items():
+        full = {r["id"]: r for r in groups.get((task, protocol, FULL, 1.0), [])}
+        lines.append(_line(task, protocol, method, rate, rows, full))
+    methods = {method: n for n, method in enumerate(dict.fromkeys(l.method for l in lines))}
+    tasks = {task: n for n, task in enumerate(dict.fromkeys(l.task for l in lines))}
+    lines.sort(
+        key=lambda l: (tasks[l.task], l.protocol, l.method != FULL, methods[l.method], l.rate)
+    )
+    return lines
+
+
+def _line(
+    task: str, protocol: str, method: str, rate: float, rows: list[Result], full: dict[str, Result]
+) -> Line:
+    rows = sorted(rows, key=lambda row: row["id"])
+
+    def present(name: str, source: Sequence[Result] = rows) -> list[float]:
+        return [row[name] for row in source if row.get(name) is not None]
+
+    scores = present("score")
+    share, fails = None, False
+    if scores and all(row["id"] in full for row in rows):
+        reference = present("score", [full[row["id"]] for row in rows])
+        share = bootstrap(scores, reference)
+        fails = float(np.mean(reference)) < LEAST_FULL.get(rows[0]["metric"], 0.05)
+    seconds = [row["seconds"] for row in rows]
+    recalls = present("recall")
+    return Line(
+        task=task,
+        protocol=protocol,
+        method=method,
+        rate=rate,
+        metric=rows[0]["metric"],
+        prompts=len(rows),
+        score=bootstrap(scores),
+        share=share,
+        nll=bootstrap(present("nll")),
+        kl=bootstrap(present("kl")),
+        agree=bootstrap(present("agree")),
+        recall=float(np.mean(recalls)) if recalls else None,
+        kvs=float(np.mean([row["kvs"] for row in rows])),
+        kvs_share=float(np.mean([row["kvs"] / row["kvs_full"] for row in rows])),
+        megabytes=float(np.mean([row["bytes"] for row in rows])) / 1e6,
+        select_share=float(np.mean([s["select"] / s["prefill"] for s in seconds])),
+        seconds=float(np.mean([s["select"] + s["score"] + s["decode"] for s in seconds])),
+        full_fails=fails,
+    )
+
+
+def _row(cells: Iterable[Any]) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    return [_row(head), _row("---" for _ in head), *map(_row, rows)]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _shown(interval: Interval | None, digits: int, factor: float = 1) -> str:
+    if interval is None:
+        return "–"
+    scaled = Interval(interval.mean * factor, interval.low * factor, interval.high * factor)
+    return scaled.shown(digits)
+
+
+def full_table(lines: Sequence[Line]) -> str:
+    """What the full cache does on every task, and which tasks it cannot do."""
+    head = ("task", "protocol", "metric", "prompts", "score", "NLL", "KVs", "MB", "")
+    rows = [
+        (
+            line.task,
+            line.protocol,
+            line.metric,
+            line.prompts,
+            _shown(line.score, 1, 100),
+            _shown(line.nll, 3),
+            f"{line.kvs:,.0f}",
+            f"{line.megabytes:.1f}",
+            "the full cache fails" if line.full_fails else "",
+        )
+        for line in lines
+        if line.method == FULL
+    ]
+    return "\n".join(_table(head, rows))
+
+
+def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value: str) -> str:
+    """Methods by rates, one number each: the mean over tasks.
+
+    Args:
+        lines: from `summarise`.
+        protocol: of the lines to use.
+        tasks: the tasks to average over.
+        value: "share" (% of the full cache's score), "nll", "kl", "agree", "recall" (%), or "kvs"
+            (% of the full cache's KVs that are held).
+    """
+    chosen = [l for l in lines if l.protocol == protocol and l.task in tasks and l.method != FULL]
+    rates = sorted({line.rate for line in chosen})
+    cells: dict[tuple[str, float], list[float]] = collections.defaultdict(list)
+    percent = value in ("share", "agree", "recall", "kvs")
+    for line in chosen:
+        number = line.kvs_share if value == "kvs" else getattr(line, value)
+        number = number.mean if isinstance(number, Interval) else number
+        if number is not None:
+            cells[line.method, line.rate].append(number * (100 if percent else 1))
+    rows = []
+    for method in dict.fromkeys(line.method for line in chosen):
+        found = [cells.get((method, rate)) for rate in rates]
+        # A mean over fewer tasks than the others' would not compare.
+        shown = [np.mean(c) if c and len(c) == len(tasks) else None for c in found]
+        rows.append((method, *(_number(v, ".1f" if percent else ".3f") for v in shown)))
+    return "\n".join(_table(("method", *(f"{rate:g}×" for rate in rates)), rows))
+
+
+def long_table(lines: Sequence[Line]) -> str:
+    """Every line with its intervals."""
+    head = (
+        *("task", "protocol", "method", "rate", "prompts", "score", "% of full"),
+        *("NLL", "KL", "agree %", "recall %", "KVs", "KVs %", "MB", "select % of prefill", "s"),
+    )
+    rows = (
+        (
+            line.task + (" ✗" if line.full_fails else ""),
+            line.protocol,
+            line.method,
+            f"{line.rate:g}",
+            line.prompts,
+            _shown(line.score, 1, 100),
+            _shown(line.share, 1, 100),
+            _shown(line.nll, 3),
+            _shown(line.kl, 3),
+            _shown(line.agree, 1, 100),
+            _number(None if line.recall is None else line.recall * 100, ".1f"),
+            f"{line.kvs:,.0f}",
+            f"{line.kvs_share * 100:.1f}",
+            f"{line.megabytes:.2f}",
+            f"{line.select_share * 100:.1f}",
+            f"{line.seconds:.2f}",
+        )
+        for line in lines
+    )
+    return "\n".join(_table(head, rows))
+
+
+def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> str:
+    """Everything as one Markdown page."""
+    lines = summarise(results)
+    page = [f"# {title}", "", *(f"- {note}" for note in notes), ""]
+    page += ["## The full cache", "", full_table(lines), ""]
+    for protocol in dict.fromkeys(line.protocol for line in lines):
+        full = [l for l in lines if l.protocol == protocol and l.method == FULL]
+        scored = [l.task for l in full if l.score is not None and not l.full_fails]
+        texts = [l.task for l in full if l.metric == "nll"]
+        sections = [("% of the full cache's score", scored, "share")]
+        sections += [(f"% of the full cache's score: {task}", [task], "share") for task in scored]
+        sections += [("KL(full ‖ compressed) on continuation", texts, "kl")]
+        sections += [("NLL on continuation", texts, "nll")]
+        sections += [("KVs held, % of the full cache's", [l.task for l in full], "kvs")]
+        for name, tasks, value in sections:
+            if tasks:
+                mean = f", mean of {len(tasks)} tasks" if len(tasks) > 1 else ""
+                page += [f"## {name} (`{protocol}`{mean})", ""]
+                page += [rate_table(lines, protocol, tasks, value), ""]
+    page += ["## Every line", "", FOOT, "", long_table(lines), ""]
+    return "\n".join(page)
+
+
+FOOT = (
+    "Means over prompts, 95 % bootstrap intervals over prompts in brackets. Scores × 100. "
+    "✗: the full cache itself scores under 50 (em) or 5 (other metrics), so the line says nothing. "
+    "NLL, KL to the full cache and top-1 agreement are over the target tokens after the first. "
+    "recall: share of the attention that the following tokens pay to the prompt, with the full "
+    "cache, that falls on the KVs kept. select: choosing the survivors and writing them. s: "
+    "seconds of a prompt after its prefill."
+)

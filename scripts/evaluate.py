@@ -1,0 +1,329 @@
+"""Compare cache compression methods on the same prompts, with the memory they really hold.
+
+Every prompt is prefilled once; every (method, rate) then keeps its KVs of it in a paged cache, and
+is scored on the true answer and, where a task wants it, on an answer of its own. Results are
+appended to a JSONL file, and a run that was stopped goes on where it was. A Markdown table with
+95 % intervals stands beside it.
+
+    python scripts/evaluate.py --quick                      # a small model, minutes on a CPU
+    python scripts/evaluate.py --data ./data --tasks needle,kv --methods all --rates 2,8,32
+    python scripts/evaluate.py --prompts mine.jsonl --protocols prompt,question,agnostic
+    python scripts/evaluate.py --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
+        --data ./data --tasks needle,ruler,longbench --length 4096,16384 --rows 20 --out llama.jsonl
+    python scripts/plot.py results.jsonl                    # pictures of it
+
+The full cache always runs too, first. --data names a folder in which needle/, books/, longbench/,
+gsm8k/ and xsum/ are looked for; --haystack, --texts, --longbench, --gsm8k and --xsum name them one
+by one. Without any, needles hide in topics of the Python documentation.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvjax.cli import ArgumentParser, Progress, run_script
+from kvjax.errors import UserError
+
+QUICK = {
+    "tasks": "needle,passkey,fact,kv",
+    "methods": "all",
+    "rates": "4,16,64",
+    "length": "512",
+    "rows": 2,
+}
+USUAL = {
+    "tasks": "needle,passkey,fact,kv",
+    "methods": "kv-compress",
+    "rates": "2,4,8,16,32,64",
+    "length": "1024",
+    "rows": 10,
+}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", help="name of a model (what --weights holds; without both, smollm2-135m)"
+    )
+    model.add_argument(
+        "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
+    )
+    model.add_argument(
+        "--dummy-weights", action="store_true", help="random weights of the true shapes"
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and cache (float32 on CPU, else bfloat16)",
+    )
+    model.add_argument(
+        "--context-length", type=int, help="most tokens, instead of the model's own limit"
+    )
+
+    what = parser.add_argument_group("what is compared (lists are separated by commas)")
+    what.add_argument("--quick", action="store_true", help="a small run: minutes on a CPU")
+    what.add_argument("--tasks", help=f"tasks; none with --prompts, else {USUAL['tasks']}")
+    what.add_argument(
+        "--prompts", action="append", default=[], metavar="FILE", help="prompt file; repeatable"
+    )
+    what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
+    what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
+    what.add_argument(
+        "--protocols", default="prompt", help="of prompt, question, agnostic (%(default)s)"
+    )
+    what.add_argument("--split", choices=("dev", "test"), default="test", help="(%(default)s)")
+    what.add_argument("--length", help=f"prompt lengths in tokens ({USUAL['length']})")
+    what.add_argument("--rows", type=int, help=f"rows of each task and length ({USUAL['rows']})")
+    what.add_argument(
+        "--depths", type=int, default=5, help="places of needles in the text (%(default)s)"
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
+    what.add_argument(
+        "--target-tokens", type=int, default=64, help="of a continuation (%(default)s)"
+    )
+    what.add_argument(
+        "--max-new-tokens", type=int, help="of an answer, if less than the task's own number"
+    )
+    what.add_argument(
+        "--no-answers", action="store_true", help="generate nothing, score true answers alone"
+    )
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path, metavar="FOLDER", help="where the others are looked for")
+    data.add_argument("--haystack", type=Path, help="background text: file or folder")
+    data.add_argument("--texts", type=Path, help="long texts to continue: file or folder")
+    data.add_argument(
+        "--longbench", type=Path, metavar="FOLDER", help="LongBench's rows and config"
+    )
+    data.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's rows")
+    data.add_argument("--xsum", type=Path, metavar="FILE", help="XSUM's rows")
+
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    cache.add_argument(
+        "--floor", type=int, default=0, help="tokens that every rate keeps at least (%(default)s)"
+    )
+    cache.add_argument("--batch", type=int, default=16, help="variants side by side (%(default)s)")
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, default=Path("results.jsonl"), help="results file (%(default)s)"
+    )
+    output.add_argument("--table", type=Path, help="Markdown page (beside --out)")
+    output.add_argument(
+        "--details",
+        type=int,
+        default=1,
+        help="rows of each task that keep what each layer and head held (%(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    for name, value in (QUICK if options.quick else USUAL).items():
+        if getattr(options, name) is None and not (name == "tasks" and options.prompts):
+            setattr(options, name, value)
+    return options
+
+
+def split_list(option: str, text: str) -> list[str]:
+    """The entries of a list separated by commas."""
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    if not entries:
+        raise UserError(f"--{option} {text!r}: give at least one")
+    return list(dict.fromkeys(entries))
+
+
+def numbers[T](option: str, text: str, kind: type[T]) -> list[T]:
+    """The numbers of such a list."""
+    try:
+        return [kind(entry) for entry in split_list(option, text)]  # type: ignore[call-arg]
+    except ValueError as error:
+        raise UserError(f"--{option} {text!r}: give numbers separated by commas") from error
+
+
+def choose_methods(text: str) -> list[str]:
+    """Names of methods, checked."""
+    from kvjax.cache.methods import METHODS, get_method
+
+    if text == "all":
+        return list(METHODS)
+    return [get_method(name).name for name in split_list("methods", text)]
+
+
+def choose_protocols(text: str) -> list[str]:
+    from kvjax.eval.rows import PROTOCOLS
+
+    names = split_list("protocols", text)
+    for name in names:
+        if name not in PROTOCOLS:
+            raise UserError(f"no protocol {name!r}: there are {', '.join(PROTOCOLS)}")
+    return names
+
+
+def found(given: Path | None, data: Path | None, *places: str) -> Path | None:
+    """A path that was given, or the first of some places below the data folder that is there."""
+    if given is not None:
+        if not given.exists():
+            raise UserError(f"there is no {given}")
+        return given
+    if data is None:
+        return None
+    return next((data / place for place in places if (data / place).exists()), None)
+
+
+def task_options(options: argparse.Namespace) -> Any:
+    from kvjax.eval.tasks import TaskOptions
+
+    data = options.data
+    if data is not None and not data.is_dir():
+        raise UserError(f"--data {data}: there is no such folder")
+    return TaskOptions(
+        lengths=tuple(numbers("length", options.length, int)),
+        rows=options.rows,
+        depths=options.depths,
+        split=options.split,
+        seed=options.seed,
+        target_tokens=options.target_tokens,
+        haystack=found(options.haystack, data, "needle"),
+        texts=found(options.texts, data, "books"),
+        longbench=found(options.longbench, data, "longbench"),
+        gsm8k=found(options.gsm8k, data, "gsm8k/test.jsonl.gz", "gsm8k/test.jsonl"),
+        xsum=found(options.xsum, data, "xsum"),
+    )
+
+
+def collect_rows(options: argparse.Namespace, tokenizer: Any, skipped: Any) -> list[Any]:
+    """The rows of all tasks and prompt files."""
+    from kvjax.eval.rows import read_prompts
+    from kvjax.eval.tasks import Context, make_rows
+
+    rows = []
+    if options.tasks is not None:
+        context = Context(tokenizer, task_options(options), skipped)
+        rows += make_rows(split_list("tasks", options.tasks), context)
+    for name in options.prompts:
+        rows += read_prompts(Path(name), skipped)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    # What can be refused without a model is refused before one is loaded.
+    from kvjax.eval.evaluator import EvaluatorConfig, rate_blocks
+    from kvjax.eval.rows import Skipped, read_prompts
+    from kvjax.eval.run import variants_of
+    from kvjax.eval.tasks import get_task
+
+    rates = numbers("rates", options.rates, float)
+    for rate in rates:
+        rate_blocks(1, rate, 1, 1)
+    variants = variants_of(choose_methods(options.methods), rates)
+    protocols = choose_protocols(options.protocols)
+    if options.tasks is not None:
+        for name in split_list("tasks", options.tasks):
+            get_task(name)
+        task_options(options)
+    for name in options.prompts:
+        read_prompts(Path(name), Skipped())
+    config = EvaluatorConfig(
+        block_size=options.block_size,
+        num_slots=options.batch,
+        floor=options.floor,
+        context_length=options.context_length,
+        max_new_tokens=options.max_new_tokens,
+        answers=not options.no_answers,
+    )
+    if options.model is not None:
+        from kvjax.models import get_model_entry
+
+        get_model_entry(options.model)
+    table = options.table or options.out.with_suffix(".md")
+    for path in (options.out, table):
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no such folder")
+    with Progress() as progress:
+        return evaluate(options, config, variants, protocols, table, progress)
+
+
+def evaluate(
+    options: argparse.Namespace,
+    config: Any,
+    variants: list[Any],
+    protocols: list[str],
+    table: Path,
+    progress: Progress,
+) -> int:
+    """Load the model, make the rows, run, write the table."""
+    import jax
+
+    from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.eval.evaluator import Evaluator
+    from kvjax.eval.results import ResultsFile
+    from kvjax.eval.rows import Skipped
+    from kvjax.eval.run import run, spell, tokenised
+    from kvjax.eval.table import report
+    from kvjax.models import load_model
+
+    start = time.perf_counter()
+    enable_compilation_cache()
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model = load_model(
+        options.model,
+        weights=options.weights,
+        dummy_weights=options.dummy_weights,
+        dtype=dtype,
+        progress=progress,
+    )
+    evaluator = Evaluator(model, config)
+    skipped = Skipped()
+    progress("prompts")
+    rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    progress.clear()
+    for reason in skipped.reasons:
+        print(f"skipped {reason}", file=sys.stderr)
+    shortened = sum(tokens.removed > 0 for _, tokens in rows)
+    settings = {
+        "model": model.config.name,
+        "weights": Path(model.source).name,
+        "dtype": dtype,
+        "block_size": config.block_size,
+        "floor": config.floor,
+        "answers": config.answers,
+        "max_new_tokens": config.max_new_tokens,
+        "context_length": evaluator.limit,
+    }
+    status = 0
+    with ResultsFile(options.out, settings) as file:
+        held = len(file.results)
+        try:
+            run(evaluator, rows, protocols, variants, file, progress, options.details)
+        except KeyboardInterrupt:
+            status = 130
+        progress.clear()
+        notes = [
+            f"{model.config.name} ({settings['weights']}, {dtype}), blocks of {config.block_size}",
+            f"{len(rows)} prompts, {len(file.results)} results",
+            f"rows skipped: {len(skipped.reasons)}",
+            f"prompts longer than {evaluator.limit} tokens, middle cut out: {shortened}",
+        ]
+        if file.results:
+            page = report(file.results, "Cache compression compared", notes)
+            table.write_text(page, encoding="utf-8")
+            print(page.split("## Every line")[0].rstrip())
+    seconds = time.perf_counter() - start
+    print(
+        f"\n{len(file.results) - held} results in {spell(seconds)} "
+        f"({spell(evaluator.compile_seconds)} compiling), {held} from before; "
+        f"{len(skipped.reasons)} rows skipped; {options.out}, {table}",
+        file=sys.stderr,
+    )
+    if status:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,111 @@
+"""The numbers of the tables against the same numbers worked out here."""
+
+import pytest
+
+from kvjax.eval.table import Interval, bootstrap, rate_table, report, summarise
+
+
+def result(index, method, rate, score, *, task="needle", metric="em", kvs=100, **values):
+    return {
+        "id": f"{task}{index}",
+        "task": task,
+        "protocol": "prompt",
+        "method": method,
+        "rate": rate,
+        "metric": metric,
+        "score": score,
+        "nll": 1.0 + index,
+        "kl": 0.5,
+        "agree": 0.75,
+        "recall": 0.5,
+        "kvs": kvs,
+        "kvs_full": 100,
+        "bytes": kvs * 10_000,
+        "seconds": {"prefill": 2.0, "select": 0.1, "score": 0.3, "decode": 0.0},
+        **values,
+    }
+
+
+SCORES = {"full": [1.0, 1.0, 1.0, 0.0], "a": [1.0, 0.0, 1.0, 0.0], "b": [0.0, 0.0, 0.0, 0.0]}
+RESULTS = [
+    result(i, method, 1.0 if method == "full" else 4.0, score, kvs=100 if method == "full" else 25)
+    for method, scores in SCORES.items()
+    for i, score in enumerate(scores)
+]
+
+
+def mean_of(interval: Interval | None) -> float:
+    assert interval is not None
+    return interval.mean
+
+
+def test_lines_hold_the_means():
+    full, a, b = summarise(RESULTS[4:] + RESULTS[:4])
+    assert (full.method, a.method, b.method) == ("full", "a", "b")
+    assert mean_of(full.score) == 0.75
+    assert mean_of(a.score) == 0.5
+    assert mean_of(a.share) == pytest.approx(0.5 / 0.75)
+    assert mean_of(b.share) == 0
+    assert mean_of(a.nll) == 2.5
+    assert (a.prompts, a.kvs, a.kvs_share, a.megabytes) == (4, 25, 0.25, 0.25)
+    assert a.select_share == pytest.approx(0.05)
+    assert a.seconds == pytest.approx(0.4)
+    assert not a.full_fails
+
+
+def test_a_share_is_of_the_same_prompts():
+    partly = [row for row in RESULTS if row["method"] != "a" or row["id"] != "needle1"]
+    a = summarise(partly)[1]
+    assert mean_of(a.share) == pytest.approx((2 / 3) / (2 / 3))
+
+
+def test_without_the_full_cache_there_is_no_share():
+    assert summarise(RESULTS[4:])[0].share is None
+
+
+def test_what_the_full_cache_cannot_do_is_marked():
+    rows = [result(i, m, r, 0.4) for m, r in (("full", 1.0), ("a", 4.0)) for i in range(3)]
+    lines = summarise(rows)
+    assert all(line.full_fails for line in lines)
+    page = report(rows, "Title")
+    assert "the full cache fails" in page
+    assert "needle ✗" in page
+    f1 = [{**row, "metric": "f1"} for row in rows]
+    assert not any(line.full_fails for line in summarise(f1))
+
+
+def test_intervals_are_those_of_the_bootstrap():
+    values = [0.0, 1.0] * 25
+    interval = bootstrap(values)
+    assert interval is not None
+    assert interval.mean == 0.5
+    # The mean of 50 coins has a standard deviation of 0.5 / √50.
+    assert interval.low == pytest.approx(0.5 - 1.96 * 0.5 / 50**0.5, abs=0.03)
+    assert interval.high == pytest.approx(0.5 + 1.96 * 0.5 / 50**0.5, abs=0.03)
+    same = bootstrap(values, values)
+    assert same is not None
+    assert (same.low, same.mean, same.high) == (1, 1, 1)
+    assert bootstrap([]) is None
+    assert bootstrap([1.0], [0.0]) is None
+
+
+def test_rate_tables_average_over_tasks_or_say_nothing():
+    other = [
+        result(i, m, r, s, task="kv")
+        for m, r, s in (("full", 1.0, 1.0), ("a", 4.0, 1.0))
+        for i in range(2)
+    ]
+    lines = summarise(RESULTS + other)
+    table = rate_table(lines, "prompt", ["needle", "kv"], "share").splitlines()
+    assert table[0] == "| method | 4× |"
+    assert table[2] == f"| a | {100 * (2 / 3 + 1) / 2:.1f} |"
+    assert table[3] == "| b | – |"
+    assert rate_table(lines, "prompt", ["needle"], "kvs").splitlines()[2] == "| a | 25.0 |"
+    assert rate_table(lines, "prompt", ["needle"], "kl").splitlines()[2] == "| a | 0.500 |"
+
+
+def test_the_page_holds_every_line():
+    page = report(RESULTS, "Title", ["a note"])
+    assert page.startswith("# Title\n\n- a note\n")
+    assert "| needle | prompt | a | 4 | 4 | 50.0 [" in page
+    assert "66.7 [" in page

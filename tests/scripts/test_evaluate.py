@@ -1,0 +1,192 @@
+"""scripts/evaluate.py as its user meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvjax.cli import main_of
+from tests.scripts.conftest import SCRIPTS, load_script
+
+EVALUATE = load_script("evaluate")
+SMALL = ("--length", 300, "--rows", 2, "--rates", "2,4", "--methods", "kv-compress", "--batch", 4)
+
+
+@pytest.fixture
+def tiny(tiny_folder, capsys, tmp_path):
+    """Runs the script on the tiny checkpoint; returns exit code, stdout and stderr."""
+
+    def run(*arguments):
+        given = ("--weights", tiny_folder, "--out", tmp_path / "r.jsonl", *SMALL, *arguments)
+        code = main_of(EVALUATE.main, [str(argument) for argument in given])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    row = {
+        "id": "a",
+        "task": "mine",
+        "length": 50,
+        "head": "",
+        "context": "one two three " * 4,
+        "question": "which?",
+        "suffix": ".",
+        "answer_prefix": "",
+        "target": " four",
+    }
+    path.write_text("\n".join([json.dumps(row), "nonsense", json.dumps({**row, "id": "b"})]))
+    return path
+
+
+def test_tasks_give_one_row_each_and_a_table(tiny, tmp_path):
+    code, out, err = tiny("--tasks", "needle,kv", "--protocols", "prompt,question")
+    assert code == 0, err
+    rows = read(tmp_path / "r.jsonl")
+    keys = {(r["id"], r["protocol"], r["method"], r["rate"]) for r in rows}
+    assert len(keys) == len(rows) == 2 * 2 * 2 * 3
+    assert rows[0]["method"] == "full"
+    for row in rows:
+        assert row["kvs"] <= row["kvs_full"]
+        assert row["settings"]["block_size"] == 16
+        assert {"em", "nll", "kl", "agree", "recall", "bytes", "seconds"} <= set(row)
+    page = (tmp_path / "r.md").read_text()
+    assert "## The full cache" in out
+    assert "## Every line" in page
+    assert page.count("| needle") >= 6
+    detailed = [row for row in rows if "kept" in row]
+    assert len(detailed) == len(rows) / 2
+
+
+def test_prompt_files_are_read_and_bad_rows_counted(tiny, prompts, tmp_path):
+    code, _, err = tiny("--prompts", prompts)
+    assert code == 0, err
+    assert {row["task"] for row in read(tmp_path / "r.jsonl")} == {"mine"}
+    assert "skipped mine.jsonl row 2: no JSON" in err
+    assert "1 rows skipped" in err
+    assert "rows skipped: 1" in (tmp_path / "r.md").read_text()
+
+
+def test_a_run_goes_on_where_it_was(tiny, prompts, tmp_path):
+    assert tiny("--prompts", prompts)[0] == 0
+    out = tmp_path / "r.jsonl"
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    code, _, err = tiny("--prompts", prompts)
+    assert code == 0
+    assert f"{len(lines) - 2} results" in err
+    assert "2 from before" in err
+    rows = {(r["id"], r["method"], r["rate"]): r for r in read(out)}
+    first = {(r["id"], r["method"], r["rate"]): r for r in map(json.loads, lines)}
+    assert {k: without_times([r]) for k, r in rows.items()} == {
+        k: without_times([r]) for k, r in first.items()
+    }
+    code, _, err = tiny("--prompts", prompts)
+    assert "0 results" in err
+
+
+def test_more_methods_and_rates_are_added_to_a_file(tiny, prompts, tmp_path):
+    assert tiny("--prompts", prompts, "--rates", "2")[0] == 0
+    assert tiny("--prompts", prompts, "--rates", "2,8")[0] == 0
+    rows = read(tmp_path / "r.jsonl")
+    assert sorted((r["id"], r["rate"]) for r in rows) == [
+        (name, rate) for name in "ab" for rate in (1.0, 2.0, 8.0)
+    ]
+
+
+def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
+    code, _, err = tiny("--tasks", "needle", "--context-length", 150)
+    assert code == 0, err
+    for row in read(tmp_path / "r.jsonl"):
+        assert row["removed_tokens"] > 0
+        assert row["prompt_tokens"] + row["target_tokens"] == 150
+    assert "middle cut out: 2" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tasks", "nedle"), "did you mean needle"),
+        (("--methods", "kv-compres"), "did you mean kv-compress"),
+        (("--rates", "0.5"), "rate 0.5"),
+        (("--rates", "x"), "give numbers"),
+        (("--rates", ","), "give at least one"),
+        (("--protocols", "promt"), "no protocol 'promt'"),
+        (("--length", "8"), "lengths (8,)"),
+        (("--rows", "0"), "rows 0"),
+        (("--batch", "0"), "num_slots 0"),
+        (("--data", "/no/such/folder"), "no such folder"),
+        (("--haystack", "/no/such/text"), "there is no /no/such/text"),
+        (("--prompts", "/no/such/prompts"), "No such file"),
+        (("--out", "/no/such/folder/r.jsonl"), "no such folder"),
+        (("--model", "lama3-8b"), "llama3-8b"),
+        (("--context-length", "10"), "no row is left"),
+        (("--nonsense",), "--nonsense"),
+    ],
+)
+def test_bad_input_gets_one_line(tiny, arguments, says):
+    code, _, err = tiny(*arguments)
+    assert code == 2
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert says in last
+    assert "Traceback" not in err
+
+
+def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
+    assert tiny("--prompts", prompts)[0] == 0
+    code, _, err = tiny("--prompts", prompts, "--block-size", 8)
+    assert code == 2
+    assert "block_size 16, and this run has 8" in err
+    prompts.write_text(prompts.read_text().replace("one two", "two one"))
+    code, _, err = tiny("--prompts", prompts)
+    assert code == 2
+    assert "another prompt with the id a" in err
+
+
+def test_dummy_weights_run(capsys, tmp_path, monkeypatch):
+    from kvjax.models import config
+    from tests.scripts.conftest import TINY
+
+    entry = config.MODELS["smollm2-135m"]
+    small = type(entry)(**{**entry.__dict__, "config": TINY})
+    monkeypatch.setitem(config.MODELS, "smollm2-135m", small)
+    arguments = ("--dummy-weights", "--tasks", "kv", "--out", tmp_path / "r.jsonl", *SMALL)
+    assert main_of(EVALUATE.main, [str(argument) for argument in arguments]) == 0, capsys
+    assert len(read(tmp_path / "r.jsonl")) == 2 * 3
+
+
+def test_an_interruption_keeps_what_there_is(tiny_folder, tmp_path):
+    out = tmp_path / "r.jsonl"
+    command = [sys.executable, SCRIPTS / "evaluate.py", "--weights", tiny_folder, "--out", out]
+    command += ["--tasks", "needle", *SMALL[:2], "--rows", 500, "--rates", "2", "--batch", 2]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    while process.poll() is None and not (out.exists() and out.stat().st_size):
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "goes on from here" in err
+    assert read(out)
