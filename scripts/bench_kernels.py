@@ -8,9 +8,10 @@ the share of the copy bandwidth that it reaches on exactly these bytes.
     python scripts/bench_kernels.py --only check decode --no-rivals
 
 Sections: `check` (every kernel against the XLA reference on the same inputs), `decode` (attention
-of one layer, against JAX's own paged attention, cuDNN and torch), `window` (window metrics as a
-share of a layer's prefill), `move` (MoveCache), `step` (a whole decode step with random weights
-against the bytes it must read). The last line is one compact JSON object.
+of one layer, against JAX's own paged attention, cuDNN, torch, and FlashInfer where it is
+installed), `window` (window metrics as a share of a layer's prefill), `move` (MoveCache), `step` (a
+whole decode step with random weights against the bytes it must read). The last line is one compact
+JSON object.
 """
 
 import argparse
@@ -23,11 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench_kernels_targets import targets
+
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
 SECTIONS = ("check", "decode", "window", "move", "step")
-RIVALS = ("jax paged_attention", "cuDNN, dense", "torch SDPA, dense")
+RIVALS = ("jax paged_attention", "cuDNN, dense", "torch SDPA, dense", "FlashInfer, paged")
 """What others provide: not every machine has them, and that is no failure of ours."""
 TIMED_SECONDS = 0.05
 """Work per timed loop: long beside what starting and ending it takes."""
@@ -64,14 +67,17 @@ def loop_seconds(body: Callable, carry: Any, estimate: float, *fixed: Any) -> fl
     return median_seconds(lambda: looped(carry, fixed)) / turns
 
 
-def copy_bandwidth(size: int) -> float:
-    """Bytes read and written per second by the better of a copy and an elementwise pass."""
+def copy_bandwidth(size: int, expected: float) -> float:
+    """Bytes read and written per second by the better of a copy and an elementwise pass.
+
+    `expected`: about as many as the machine can; says how often to repeat.
+    """
     import jax
     import jax.numpy as jnp
 
     x = jnp.ones(size // 4, jnp.float32)
     copy = jax.jit(jnp.copy)
-    passes = loop_seconds(lambda _, x: -x, x, 2 * size / 4e12)
+    passes = loop_seconds(lambda _, x: -x, x, 2 * size / expected)
     return 2 * size / min(median_seconds(lambda: copy(x)), passes)
 
 
@@ -93,6 +99,7 @@ class Bench:
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
             "copy_bytes_per_s": round(self.bandwidth),
+            "targets": list(targets(self.results, RIVALS)),
             "results": self.results,
         }
         text = json.dumps(report, separators=(",", ":"), ensure_ascii=False)
@@ -202,7 +209,8 @@ def rivals(bench: Bench, case) -> None:
     """What else can read the same bytes: JAX's kernel, and dense attention without pages."""
     import jax
     import jax.numpy as jnp
-    from bench_kernels_cases import dense_cache, paged_problem, shipped, torch_seconds
+    from bench_kernels_cases import dense_cache, paged_problem, shipped
+    from bench_kernels_torch import flashinfer_seconds, sdpa_seconds
 
     p = paged_problem(case)
     copies, attend = p.tables.shape[0], shipped(case)
@@ -210,9 +218,10 @@ def rivals(bench: Bench, case) -> None:
     def folded(i, q, k, v, tables, lengths):
         return attend(q, k, v, tables[i % copies], lengths)
 
-    paged, cudnn, torch = RIVALS
+    paged, cudnn, sdpa, flashinfer = RIVALS
     timed(bench, case, paged, folded, p.q, p.k, p.v, p.tables, p.lengths)
     del p
+    timed_in_torch(bench, case, flashinfer, flashinfer_seconds)
     if case.spread != "uniform":
         return
     q = jnp.ones((case.seqs, case.heads * case.group, case.head_dim), case.dtype)
@@ -226,13 +235,18 @@ def rivals(bench: Bench, case) -> None:
         q,
         *dense_cache(case),
     )
-    turns = math.ceil(TIMED_SECONDS / (case.kv_bytes / bench.bandwidth))
+    timed_in_torch(bench, case, sdpa, sdpa_seconds)
+
+
+def timed_in_torch(bench: Bench, case, what: str, seconds_of: Callable) -> None:
+    """Time one of torch's implementations of one decode case."""
+    turns = max(4, math.ceil(TIMED_SECONDS / (case.kv_bytes / bench.bandwidth)))
     try:
-        seconds = torch_seconds(case, max(4, turns))
+        seconds = seconds_of(case, turns)
     except Exception as error:
-        bench.failed("decode", case.name, torch, error)
+        bench.failed("decode", case.name, what, error)
     else:
-        bench.add("decode", case.name, torch, seconds, case.kv_bytes)
+        bench.add("decode", case.name, what, seconds, case.kv_bytes)
 
 
 def window(bench: Bench) -> None:
@@ -342,6 +356,7 @@ def step(bench: Bench) -> None:
     from kvjax.cache import allocate, init_cache
     from kvjax.cache.methods import get_method
     from kvjax.engine.steps import decode_step
+    from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
     from kvjax.models.llama import init_params
 
@@ -349,9 +364,10 @@ def step(bench: Bench) -> None:
     if bench.small:
         model = dataclasses.replace(model, num_layers=2)
     dtype = jnp.float32 if bench.small else jnp.bfloat16
+    # As the engine holds them.
+    params = init_params(model, dtype, stacked=stacks_layers(jax.default_backend()))
     seqs, held = (4, 64) if bench.small else (64, 1024)
     steps, b = (4, 16) if bench.small else (24, 16)
-    params = init_params(model, dtype)
     heads = (seqs, model.num_layers, model.num_kv_heads)
     per_head = -(-(held + 4 * steps) // b)
 
@@ -408,7 +424,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     device = jax.devices()[0]
     small = options.size == "small" or (options.size is None and device.platform == "cpu")
-    bandwidth = copy_bandwidth(1 << (26 if small else 31))
+    bandwidth = copy_bandwidth(1 << (26 if small else 31), 2e10 if small else 4e12)
     bench = Bench(small, not (options.no_rivals or small), bandwidth, options.out)
     print(f"{device.device_kind}: copy bandwidth {bench.bandwidth / 1e9:.0f} GB/s", flush=True)
     sections = {"check": check, "decode": decode, "window": window, "move": move, "step": step}
@@ -417,6 +433,10 @@ def main(arguments: list[str] | None = None) -> int:
             sections[name](bench)
         except Exception as error:
             bench.failed(name, "", "", error)
+    for row in targets(bench.results, RIVALS):
+        wanted = f"at most {row['at_most']}" if "at_most" in row else f"at least {row['at_least']}"
+        verdict = "met" if row["met"] else "MISSED"
+        print(f"{row['target']:70} {row['got']:8.3f}, wanted {wanted}: {verdict}")
     print(bench.report())
     ours = [row for row in bench.results if row["what"] not in RIVALS]
     return 0 if all(row.get("good", "error" not in row) for row in ours) else 1

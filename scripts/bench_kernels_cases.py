@@ -131,26 +131,3 @@ def dense_cache(case: Case) -> tuple[jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(1), 2)
     k, v = (jax.random.normal(x, shape, jnp.dtype(case.dtype)) for x in keys)
     return k, v
-
-
-def torch_seconds(case: Case, turns: int) -> float:
-    """One turn of torch's scaled_dot_product_attention over a dense cache of the same bytes."""
-    import torch  # type: ignore[import-not-found]
-    import torch.nn.functional as F  # type: ignore[import-not-found]
-
-    make = functools.partial(torch.randn, device="cuda", dtype=getattr(torch, case.dtype))
-    shape = (case.seqs, case.heads, case.mean, case.head_dim)
-    k, v = make(shape), make(shape)
-    q = make((case.seqs, case.heads * case.group, 1, case.head_dim))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for timed in (False, True):
-        if timed:
-            start.record()
-        for _ in range(turns if timed else 3):
-            F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    end.record()
-    torch.cuda.synchronize()
-    seconds = start.elapsed_time(end) / 1e3 / turns
-    del k, v, q
-    torch.cuda.empty_cache()
-    return seconds

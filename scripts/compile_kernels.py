@@ -14,6 +14,7 @@ kernel did not compile or spills registers.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -82,17 +83,29 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     import jax
     import jax.numpy as jnp
 
-    from kvjax.kernels import move_kvs, paged_attention, prefill_attention
+    from kvjax.kernels import move_kvs, paged_attention, prefill_attention, window_metrics
     from kvjax.kernels.paged_attention import spec
 
     def decode(q, k, v, table, lengths, metric):
         return paged_attention(q, k, v, table, lengths, metric=metric, return_metric=True)
+
+    def first_power(q, k, v, table, lengths, metric, observed):
+        return paged_attention(
+            q, k, v, table, lengths,
+            metric=metric, return_metric=True, power=1, observed=observed,
+        )  # fmt: skip
 
     for family, shape in spec.FAMILIES.items():
         if target != "h200" and shape.blocks > TPU_BLOCKS:
             continue
         if only in f"decode {family}":
             yield f"decode {family}", decode, shape.arguments(), (5,)
+    plain = spec.FAMILIES["llama-3.1-8b"]
+    if only in "decode without metric":
+        yield "decode without metric", paged_attention, plain.arguments(metric=False), ()
+    if only in "decode power 1, observed":
+        observed = jax.ShapeDtypeStruct((plain.seqs,), jnp.bool_)
+        yield "decode power 1, observed", first_power, (*plain.arguments(), observed), (5,)
     for d in spec.HEAD_DIMS:
         heads = [jax.ShapeDtypeStruct((8192, n, d), jnp.bfloat16) for n in (32, 8, 8)]
         if only in f"prefill d={d}":
@@ -104,6 +117,66 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
             if only in f"move d={d}":
                 count = jax.ShapeDtypeStruct((256,), jnp.int32)
                 yield f"move d={d}", move_kvs, (pool, pool, slots, slots, count), (0, 1)
+    keys = jax.ShapeDtypeStruct((8192, 8, 128), jnp.bfloat16)
+    for window in (8, 8192):
+        queries = jax.ShapeDtypeStruct((window, 32, 128), jnp.bfloat16)
+        last = functools.partial(received_from_last, window_metrics)
+        if only in f"window w={window}":
+            yield f"window w={window}", last, (queries, keys), ()
+    for method in ("full", "kv-compress-continual"):
+        if only in f"steps {method}":
+            yield f"steps {method}", *decode_steps(target, method)
+
+
+def received_from_last(window_metrics: Callable, q, k):
+    """Window metrics of the last queries of a prompt."""
+    import jax.numpy as jnp
+
+    position = jnp.arange(k.shape[0] - q.shape[0], k.shape[0], dtype=jnp.int32)
+    return window_metrics(q, k, query_position=position)
+
+
+def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, ...]]:
+    """The engine's decode loop: 16 sequences of up to 1024 KVs per head."""
+    import jax
+    import jax.numpy as jnp
+
+    from kvjax.cache import init_cache
+    from kvjax.cache.methods import get_method
+    from kvjax.engine import sampling, steps
+    from kvjax.models import stacks_layers
+    from kvjax.models.config import get_model_entry
+    from kvjax.models.llama import abstract_params
+
+    model = get_model_entry("llama3.1-8b" if target == "h200" else "qwen2.5-1.5b").config
+    layers, heads, slots, blocks_per_head = model.num_layers, model.num_kv_heads, 16, 64
+
+    def arguments():
+        cache = init_cache(
+            num_slots=slots,
+            num_layers=layers,
+            num_kv_heads=heads,
+            head_dim=model.head_dim,
+            num_blocks=slots * layers * heads * blocks_per_head,
+            max_blocks_per_head=blocks_per_head,
+            block_size=16,
+            dtype=jnp.bfloat16,
+        )
+        zeros = jnp.zeros(slots, jnp.int32)
+        state = steps.DecodeState(
+            token=zeros,
+            active=zeros > 0,
+            remaining=zeros,
+            stop_at_eos=zeros > 0,
+            sampling=sampling.init_sampling(slots),
+        )
+        return cache, state, zeros[:1]
+
+    params = abstract_params(
+        model, jnp.bfloat16, stacks_layers("gpu" if target == "h200" else "tpu")
+    )
+    call = functools.partial(steps.decode_steps, model, get_method(method), 8)
+    return call, (params, *jax.eval_shape(arguments)), (1, 2)
 
 
 def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], device):
@@ -112,7 +185,9 @@ def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], dev
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
     sharding = SingleDeviceSharding(device)
-    arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
     gpu = device.platform in ("gpu", "cuda")
     kind = "NVIDIA H200" if gpu else device.device_kind
     abstract = AbstractDevice(kind, 132 if gpu else 1, "gpu" if gpu else "tpu")
@@ -176,7 +251,8 @@ def rows(target: str, only: str) -> Iterator[Row]:
             else:
                 kernels = list(tpu_rows(target, call, temporaries, program.as_text() or ""))
             library = "as above, or a library's"
-            yield from kernels or [Row(target, call, library, temporaries=temporaries)]
+            kernels = kernels or [Row(target, call, library, temporaries=temporaries)]
+            yield from dict.fromkeys(kernels)
 
 
 def markdown(row: Row) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.kernels import device
+from kvjax.kernels.checks import wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ def choose(
     """
     if asked is not None and asked not in candidates:
         names = ", ".join(repr(name) for name in candidates)
-        raise ValueError(f"implementation: got {asked!r}, wanted one of {names}, or None")
+        raise wanted("implementation", repr(asked), f"one of {names}, or None")
     where = device.of(argument)
     reasons = []
     for name, configure in candidates.items():
@@ -48,9 +49,7 @@ def choose(
             return Choice(name, configure(where), tuple(reasons))
         except NotImplementedError as reason:
             if asked is not None:
-                raise ValueError(
-                    f"implementation: got {name!r}, wanted one that serves {reason}"
-                ) from None
+                raise wanted("implementation", repr(name), f"one that serves {reason}") from None
             reasons.append(f"{name} does not serve {reason}")
     raise AssertionError("the last implementation serves everything")
 
@@ -68,5 +67,5 @@ def explain(kernel: Callable, *args: Any, **kwargs: Any) -> str:
     """
     chosen = getattr(kernel, "choice", None)
     if chosen is None:
-        raise ValueError(f"kernel: got {kernel!r}, wanted one with several implementations")
+        raise wanted("kernel", repr(kernel), "one with several implementations")
     return str(chosen(*args, **kwargs))

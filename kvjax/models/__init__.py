@@ -28,6 +28,15 @@ class LoadedModel:
     """Where the weights came from; "dummy weights" for random ones."""
 
 
+def stacks_layers(platform: str) -> bool:
+    """Whether a platform ("cpu", "gpu" or "tpu") takes the weights of all layers as one array.
+
+    XLA for CPUs and GPUs copies each layer out of such an array before it multiplies by it: a
+    decode step would move its weights three times.
+    """
+    return platform == "tpu"
+
+
 def load_model(
     name: str | None = None,
     *,
@@ -55,8 +64,7 @@ def load_model(
     if name is None and (weights is None or dummy_weights):
         name = DEFAULT_MODEL
     config = None if name is None else get_model_entry(name).config
-    # On CPU, XLA would copy each layer out of a stacked array before it multiplies by it.
-    stacked = jax.default_backend() != "cpu"
+    stacked = stacks_layers(jax.default_backend())
     if dummy_weights:
         assert config is not None
         tokenizer = ByteTokenizer() if weights is None else Tokenizer.from_path(weights)

@@ -1,5 +1,6 @@
 """The kernels' scripts: what they say about bad input, and a run at small sizes."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -14,19 +15,15 @@ from kvjax.cli import main_of
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
+@pytest.fixture(autouse=True)
+def scripts_beside_each_other(monkeypatch) -> None:
+    """Scripts import their neighbours, as they do when they are run."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
 def run(name: str, *arguments: str) -> int:
     """The exit code of a script run in this process."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their module up.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-        return main_of(module.main, list(arguments))
-    finally:
-        del sys.modules[name]
+    return main_of(importlib.import_module(name).main, list(arguments))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +50,58 @@ def test_missing_toolchain_says_what_to_install(monkeypatch, capsys) -> None:
     exec(compile(source, "compile_kernels.py", "exec"), scope)
     assert main_of(scope["main"], ["--target", "v5e"]) == 2
     assert "needs libtpu: pip install" in capsys.readouterr().err
+
+
+def test_decode_is_timed_at_small_sizes(tmp_path: Path, capsys) -> None:
+    """Rows with time, bytes and share of the bandwidth; the last line is the same as the file."""
+    path = tmp_path / "bench.json"
+    assert run("bench_kernels", "--only", "decode", "--size", "small", "--out", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    assert report["copy_bytes_per_s"] > 0
+    cases = {(row["case"].split()[-1], row["what"]) for row in report["results"]}
+    assert cases == {(s, w) for s in ("uniform", "zipf") for w in ("xla", "xla + metric")}
+    for row in report["results"]:
+        assert row["us"] > 0
+        assert row["bytes"] % (2 * 128 * 4) == 0
+        moved = row["bytes"] / (row["us"] * 1e-6)
+        assert row["share"] == pytest.approx(moved / report["copy_bytes_per_s"], rel=0.05, abs=1e-4)
+
+
+def test_targets_are_judged() -> None:
+    """Uniform is fast enough; zipf is slower than it and than a rival; short is too small."""
+    judged = importlib.import_module("bench_kernels_targets").targets
+
+    def row(case: str, what: str, us: float, share: float, section: str = "decode", **more) -> dict:
+        size = {"section": section, "case": case, "what": what, "bytes": 2 * 10**9}
+        return size | {"us": us, "share": share} | more
+
+    results = [
+        row("8B uniform", "mosaic_gpu", 100, 0.9),
+        row("8B uniform", "mosaic_gpu + metric", 114, 0.8),
+        row("8B uniform", "rival", 101, 0.89),
+        row("8B zipf", "mosaic_gpu", 106, 0.84),
+        row("8B zipf", "mosaic_gpu + metric", 130, 0.7),
+        row("8B zipf", "rival", 105, 0.85),
+        row("8B short", "mosaic_gpu", 9, 0.1) | {"bytes": 10**8},
+        row("8B", "w = 8", 1, 0, "window", of_prefill=0.04),
+        row("8B", "move_cache", 1, 0.6, "move"),
+        row("8B", "full", 1, 0.79, "step"),
+        {"section": "decode", "case": "8B zipf", "what": "other", "error": "not installed"},
+    ]
+    met = {row["target"]: row["met"] for row in judged(results, ("rival", "other"))}
+    assert met == {
+        "decode 8B uniform: share of the bandwidth": True,
+        "decode 8B uniform: time with the metric": True,
+        "decode 8B uniform: best rival's time": True,
+        "decode 8B zipf: share of the bandwidth": False,
+        "decode 8B zipf: time with the metric": False,
+        "decode 8B zipf: best rival's time": False,
+        "decode 8B zipf: time per byte beside uniform": False,
+        "window 8B: share of the prefill": False,
+        "move 8B: share of the bandwidth": True,
+        "step 8B: share of the bandwidth": False,
+    }
 
 
 @pytest.mark.slow

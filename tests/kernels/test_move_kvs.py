@@ -99,6 +99,8 @@ def test_explains_the_choice() -> None:
 @pytest.mark.parametrize(
     ("place", "wrong", "message"),
     [
+        (0, jax.ShapeDtypeStruct((16, 128), jnp.bfloat16), r"k shape: got \[16, 128\], wanted"),
+        (2, jax.ShapeDtypeStruct((256,), jnp.int32), r"source shape: got \[256\], wanted"),
         (1, jax.ShapeDtypeStruct((3, 16, 128), jnp.bfloat16), r"v: got bfloat16\[3, 16, 128\]"),
         (3, jax.ShapeDtypeStruct((256, 8), jnp.int32), r"target shape: got \[256, 8\], wanted"),
         (4, jax.ShapeDtypeStruct((8,), jnp.int32), r"count shape: got \[8\], wanted \[256\]"),

@@ -103,6 +103,28 @@ def test_explains_the_choice() -> None:
         explained(H200, *shapes(64), implementation="flash")
 
 
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (0, (1000, 32), r"q shape: got \[1000, 32\], wanted \[T, H·r, d\]"),
+        (0, (999, 32, 64), r"q shape: got \[999, 32, 64\], wanted \[1000, 32, 64\]"),
+        (0, (1000, 33, 64), "q shape: got 33 query heads, wanted a multiple of 8 KV heads"),
+        (0, (1000, 32, 80), r"q shape: got \[1000, 32, 80\], wanted \[T, H·r, 64\]"),
+        (2, (1000, 8, 80), r"v shape: got \[1000, 8, 80\], wanted that of k, \[1000, 8, 64\]"),
+        (3, (4, 70, 64), r"prefix.k shape: got \[4, 70, 64\], wanted \[8, P, 64\]"),
+        (4, (8, 71, 64), r"prefix.v shape: got \[8, 71, 64\], wanted that of k, \[8, 70, 64\]"),
+        (5, (7,), r"prefix.length shape: got \[7\], wanted \[8\]"),
+    ],
+)
+def test_bad_arguments_are_named(place: int, wrong: tuple[int, ...], message: str) -> None:
+    arguments = [*shapes(64), *(jax.ShapeDtypeStruct((8, 70, 64), jnp.bfloat16) for _ in "kv")]
+    arguments.append(jax.ShapeDtypeStruct((8,), jnp.int32))
+    arguments[place] = jax.ShapeDtypeStruct(wrong, arguments[place].dtype)
+    prefix = Prefix(*arguments[3:])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        explain(prefill_attention, *arguments[:3], prefix=prefix)
+
+
 def lowered(device, platform: str, d: int, with_prefix: bool) -> str:
     """The program for a device that is not here."""
     held = jax.ShapeDtypeStruct((8, 512, d), jnp.bfloat16)

@@ -1,5 +1,8 @@
 """The attention that keys receive from observed queries, against the oracle's definitions."""
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,10 +106,29 @@ def test_half_precision_inputs_accumulate_in_float32():
     np.testing.assert_allclose(got, want, rtol=3e-5, atol=1e-7)
 
 
-def test_wrong_power_is_refused():
-    q, k = prompt(8)
-    with pytest.raises(ValueError, match="power: got 3"):
-        observed(q, k, np.arange(TOKENS), power=3)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"power": 3}, "power: got 3, wanted 1 or 2"),
+        ({"query_block": 0}, "query_block: got 0, wanted at least 1"),
+        ({"q": (4, 6)}, r"q shape: got \[4, 6\], wanted \[w, H·r, d\]"),
+        ({"q": (0, 6, 8)}, r"q shape: got \[0, 6, 8\], wanted \[w, H·r, d\]"),
+        ({"q": (4, 6, 16)}, r"q shape: got \[4, 6, 16\], wanted \[w, H·r, 8\]"),
+        ({"q": (4, 5, 8)}, "q shape: got 5 query heads, wanted a multiple of 2 KV heads"),
+        ({"query_position": (3,)}, r"query_position shape: got \[3\], wanted \[4\]"),
+        ({"key_position": (9, 3)}, r"key_position shape: got \[9, 3\], wanted \[9\] or \[9, 2\]"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict, message: str) -> None:
+    shapes = {"q": (4, 6, 8), "k": (9, 2, 8), "query_position": (4,)}
+    options = {name: changes.pop(name) for name in ("power", "query_block") if name in changes}
+    arguments = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32 if "position" in name else jnp.float32)
+        for name, shape in (shapes | changes).items()
+    }
+    unchecked = inspect.unwrap(window_metrics)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(unchecked, **options), **arguments)
 
 
 def test_memory_is_linear_in_the_prompt():

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int32
 
+from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
 from kvjax.kernels.move_kvs import reference
@@ -44,15 +45,19 @@ def move_kvs(
 
 def choice(k, v, source, target, count, *, implementation: str | None = None, **_: Any) -> Choice:
     """The implementation of a call of `move_kvs`."""
+    if k.ndim != 3:
+        raise wanted("k shape", list(k.shape), "[N, b, d]")
+    if source.ndim != 2:
+        raise wanted("source shape", list(source.shape), "[rows, U]")
     if v.shape != k.shape or v.dtype != k.dtype:
-        raise ValueError(f"v: got {v.dtype}{list(v.shape)}, wanted {k.dtype}{list(k.shape)} as k")
+        raise wanted("v", f"{v.dtype}{list(v.shape)}", f"{k.dtype}{list(k.shape)} as k")
     if target.shape != source.shape:
-        raise ValueError(f"target shape: got {list(target.shape)}, wanted {list(source.shape)}")
+        raise wanted("target shape", list(target.shape), list(source.shape))
     if count.shape != source.shape[:1]:
-        raise ValueError(f"count shape: got {list(count.shape)}, wanted {list(source.shape[:1])}")
+        raise wanted("count shape", list(count.shape), list(source.shape[:1]))
     for name, array in (("source", source), ("target", target), ("count", count)):
         if array.dtype != "int32":
-            raise ValueError(f"{name} dtype: got {array.dtype}, wanted int32")
+            raise wanted(f"{name} dtype", array.dtype, "int32")
 
     def mosaic_gpu(where: Device) -> None:
         if not where.hopper:

@@ -8,6 +8,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.kernels.checks import wanted
+
 HEAD_DIMS = (64, 80, 96, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP = 16
@@ -67,47 +69,43 @@ FAMILIES = _families()
 """One small call per family of shapes that the device kernels serve, by name."""
 
 
-def _wanted(name: str, got: object, wanted: object) -> ValueError:
-    return ValueError(f"{name}: got {got}, wanted {wanted}")
-
-
 def checked(q, k, v, block_table, context_len, metric) -> Shape:
     """The static shape of a call.
 
     Raises:
         ValueError: an argument does not fit; names it, what it got and what is wanted.
     """
-    for name, array, wanted in (
+    for name, array, axes in (
         ("q", q, "[S, H·r, d]"),
         ("k", k, "[N, b, d]"),
         ("v", v, "[N, b, d]"),
         ("block_table", block_table, "[S, H, M]"),
     ):
         if array.ndim != 3:
-            raise _wanted(f"{name} shape", list(array.shape), wanted)
+            raise wanted(f"{name} shape", list(array.shape), axes)
     seqs, heads, max_blocks = block_table.shape
     blocks, block_size, head_dim = k.shape
     if v.shape != k.shape:
-        raise _wanted("v shape", list(v.shape), f"that of k, {list(k.shape)}")
+        raise wanted("v shape", list(v.shape), f"that of k, {list(k.shape)}")
     if q.shape[0] != seqs or q.shape[2] != head_dim:
-        raise _wanted("q shape", list(q.shape), f"[{seqs}, H·r, {head_dim}]")
+        raise wanted("q shape", list(q.shape), f"[{seqs}, H·r, {head_dim}]")
     if heads == 0 or q.shape[1] == 0 or q.shape[1] % heads:
-        raise _wanted("q shape", f"{q.shape[1]} query heads", f"a multiple of {heads} KV heads")
+        raise wanted("q shape", f"{q.shape[1]} query heads", f"a multiple of {heads} KV heads")
     if context_len.shape != (seqs, heads):
-        raise _wanted("context_len shape", list(context_len.shape), [seqs, heads])
+        raise wanted("context_len shape", list(context_len.shape), [seqs, heads])
     for name, array in (("block_table", block_table), ("context_len", context_len)):
         if array.dtype != jnp.int32:
-            raise _wanted(f"{name} dtype", array.dtype, "int32")
+            raise wanted(f"{name} dtype", array.dtype, "int32")
     for name, array in (("q", q), ("k", k)):
         if str(array.dtype) not in DTYPES:
-            raise _wanted(f"{name} dtype", array.dtype, f"one of {', '.join(DTYPES)}")
+            raise wanted(f"{name} dtype", array.dtype, f"one of {', '.join(DTYPES)}")
     if v.dtype != k.dtype:
-        raise _wanted("v dtype", v.dtype, f"that of k, {k.dtype}")
+        raise wanted("v dtype", v.dtype, f"that of k, {k.dtype}")
     if metric is not None:
         if metric.shape != (blocks, block_size):
-            raise _wanted("metric shape", list(metric.shape), [blocks, block_size])
+            raise wanted("metric shape", list(metric.shape), [blocks, block_size])
         if metric.dtype != jnp.float32:
-            raise _wanted("metric dtype", metric.dtype, "float32")
+            raise wanted("metric dtype", metric.dtype, "float32")
     group = q.shape[1] // heads
     return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, str(k.dtype))
 
@@ -119,12 +117,12 @@ def check_statistic(power: int, observed, shape: Shape) -> None:
         ValueError: it names the argument, what it got and what is wanted.
     """
     if power not in (1, 2):
-        raise _wanted("power", power, "1 or 2")
+        raise wanted("power", power, "1 or 2")
     if observed is not None:
         if observed.shape != (shape.seqs,):
-            raise _wanted("observed shape", list(observed.shape), [shape.seqs])
+            raise wanted("observed shape", list(observed.shape), [shape.seqs])
         if observed.dtype != jnp.bool_:
-            raise _wanted("observed dtype", observed.dtype, "bool")
+            raise wanted("observed dtype", observed.dtype, "bool")
 
 
 def check_table(block_table, context_len, num_blocks: int, block_size: int) -> None:
@@ -140,11 +138,11 @@ def check_table(block_table, context_len, num_blocks: int, block_size: int) -> N
     most = max_blocks * block_size
     for bad in np.argwhere((lengths < 0) | (lengths > most))[:1]:
         place = tuple(int(i) for i in bad)
-        raise _wanted(f"context_len{list(place)}", lengths[place], f"0 to {most}")
+        raise wanted(f"context_len{list(place)}", lengths[place], f"0 to {most}")
     used = np.arange(max_blocks) < -(-lengths[..., None] // block_size)
     for bad in np.argwhere(used & ((table < 0) | (table >= num_blocks)))[:1]:
         place = tuple(int(i) for i in bad)
-        raise _wanted(f"block_table{list(place)}", table[place], f"0 to {num_blocks - 1}")
+        raise wanted(f"block_table{list(place)}", table[place], f"0 to {num_blocks - 1}")
 
 
 def debugging() -> bool:

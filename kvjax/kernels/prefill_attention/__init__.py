@@ -5,8 +5,10 @@ import math
 from typing import no_type_check
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from kvjax.kernels.checks import check_dtype, check_prompt, wanted
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
 from kvjax.kernels.prefill_attention import reference
@@ -49,7 +51,8 @@ def prefill_attention(
             shape (`kvjax.kernels.explain` says which and why).
 
     Raises:
-        ValueError: the implementation asked for is unknown or does not serve the call.
+        ValueError: an argument does not fit, or the implementation asked for is unknown or does not
+            serve the call; names the argument, what it got and what is wanted.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     name = choice(q, k, v, prefix=prefix, implementation=implementation).name
@@ -73,8 +76,11 @@ def prefill_attention(
     return reference.normalised(part, v.dtype)
 
 
-def choice(q, k, v, *, implementation: str | None = None, **_) -> Choice:
+def choice(
+    q, k, v, *, prefix: Prefix | None = None, implementation: str | None = None, **_
+) -> Choice:
     """The implementation of a call of `prefill_attention`."""
+    _check(q, k, v, prefix)
 
     def cudnn(where: Device) -> None:
         if where.platform != "gpu" or not where.kind.startswith("NVIDIA"):
@@ -93,6 +99,26 @@ def choice(q, k, v, *, implementation: str | None = None, **_) -> Choice:
 
     candidates = {"cudnn": cudnn, "splash": splash, "xla": lambda _: None}
     return choose(implementation, candidates, q)
+
+
+def _check(q, k, v, prefix: Prefix | None) -> None:
+    """Refuse arguments that do not fit."""
+    num_tokens, num_heads, d = check_prompt(q, k, "T")
+    if q.shape[0] != num_tokens:
+        raise wanted("q shape", list(q.shape), [num_tokens, *q.shape[1:]])
+    if v.shape != k.shape:
+        raise wanted("v shape", list(v.shape), f"that of k, {list(k.shape)}")
+    check_dtype("v", v, jnp.floating, "a floating-point type")
+    if prefix is None:
+        return
+    if prefix.k.ndim != 3 or prefix.k.shape[::2] != (num_heads, d):
+        raise wanted("prefix.k shape", list(prefix.k.shape), f"[{num_heads}, P, {d}]")
+    if prefix.v.shape != prefix.k.shape:
+        raise wanted("prefix.v shape", list(prefix.v.shape), f"that of k, {list(prefix.k.shape)}")
+    if prefix.length.shape != (num_heads,):
+        raise wanted("prefix.length shape", list(prefix.length.shape), [num_heads])
+    if prefix.length.dtype != jnp.int32:
+        raise wanted("prefix.length dtype", prefix.length.dtype, "int32")
 
 
 prefill_attention.choice = choice  # type: ignore[attr-defined]

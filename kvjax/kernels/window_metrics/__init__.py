@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from kvjax.kernels.checks import check_dtype, check_prompt, wanted
 from kvjax.kernels.window_metrics import reference
 
 QUERY_BLOCK = 1024
@@ -40,11 +41,9 @@ def window_metrics(
         query_block: queries handled at once (static); by default as many as memory allows.
 
     Raises:
-        ValueError: `power` is neither 1 nor 2.
+        ValueError: an argument does not fit; names it, what it got and what is wanted.
     """
-    if power not in (1, 2):
-        raise ValueError(f"power: got {power}, wanted 1 or 2")
-    num_keys, num_heads, d = k.shape
+    num_keys, num_heads, d = _checked(q, k, query_position, key_position, power, query_block)
     if query_block is None:
         query_block = min(QUERY_BLOCK, max(8, BLOCK_ELEMENTS // (q.shape[1] * num_keys)))
     if key_position is None:
@@ -61,3 +60,21 @@ def window_metrics(
         scale=1 / math.sqrt(d) if scale is None else scale,
         query_block=query_block,
     )
+
+
+def _checked(q, k, query_position, key_position, power, query_block) -> tuple[int, int, int]:
+    """T, H and d of a call whose arguments fit."""
+    num_keys, num_heads, d = check_prompt(q, k, "w")
+    if query_position.shape != q.shape[:1]:
+        raise wanted("query_position shape", list(query_position.shape), list(q.shape[:1]))
+    check_dtype("query_position", query_position, jnp.integer, "int32")
+    if key_position is not None:
+        if key_position.shape not in ((num_keys,), (num_keys, num_heads)):
+            either = f"[{num_keys}] or [{num_keys}, {num_heads}]"
+            raise wanted("key_position shape", list(key_position.shape), either)
+        check_dtype("key_position", key_position, jnp.integer, "int32")
+    if power not in (1, 2):
+        raise wanted("power", power, "1 or 2")
+    if query_block is not None and query_block < 1:
+        raise wanted("query_block", query_block, "at least 1")
+    return num_keys, num_heads, d
