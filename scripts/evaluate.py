@@ -190,7 +190,7 @@ def task_options(options: argparse.Namespace) -> Any:
         haystack=found(options.haystack, data, "needle"),
         texts=found(options.texts, data, "books"),
         longbench=found(options.longbench, data, "longbench"),
-        gsm8k=found(options.gsm8k, data, "gsm8k/test.jsonl.gz", "gsm8k/test.jsonl"),
+        gsm8k=found(options.gsm8k, data, "gsm8k"),
         xsum=found(options.xsum, data, "xsum"),
     )
 
@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     from kvjax.eval.evaluator import EvaluatorConfig, rate_blocks
     from kvjax.eval.rows import Skipped, read_prompts
     from kvjax.eval.run import variants_of
-    from kvjax.eval.tasks import get_task
+    from kvjax.eval.tasks import expand_tasks, get_task
 
     rates = numbers("rates", options.rates, float)
     for rate in rates:
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     variants = variants_of(choose_methods(options.methods), rates)
     protocols = choose_protocols(options.protocols)
     if options.tasks is not None:
-        for name in split_list("tasks", options.tasks):
+        for name in expand_tasks(split_list("tasks", options.tasks)):
             get_task(name)
         task_options(options)
     for name in options.prompts:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ from kvjax.eval.results import Result
 
 RESAMPLES = 2000
 FULL = "full"
+MOST_LENGTHS = 8
+"""Lengths of a task that are told apart; data sets have as many as rows."""
 LEAST_FULL = {"em": 0.5}
 """Least mean score of the full cache below which a task says nothing; 0.05 for other metrics."""
 
@@ -91,9 +93,11 @@ class Line:
 
 def summarise(results: Iterable[Result]) -> list[Line]:
     """One line per (task, protocol, method, rate); the full cache comes first."""
+    results = list(results)
+    name = _names(results)
     groups: dict[tuple, list[Result]] = collections.defaultdict(list)
     for result in results:
-        key = (result["task"], result["protocol"], result["method"], result["rate"])
+        key = (name(result), result["protocol"], result["method"], result["rate"])
         groups[key].append(result)
     lines = []
     for (task, protocol, method, rate), rows in groups.items():
@@ -105,6 +109,20 @@ def summarise(results: Iterable[Result]) -> list[Line]:
         key=lambda l: (tasks[l.task], l.protocol, l.method != FULL, methods[l.method], l.rate)
     )
     return lines
+
+
+def _names(results: Sequence[Result]) -> Callable[[Result], str]:
+    """How a result's task is called: with its length where a task has a few of them."""
+    lengths: dict[str, set[int]] = collections.defaultdict(set)
+    for result in results:
+        lengths[result["task"]].add(result.get("length", 0))
+
+    def name(result: Result) -> str:
+        task = result["task"]
+        several = 1 < len(lengths[task]) <= MOST_LENGTHS
+        return f"{task} {result['length']}" if several else task
+
+    return name
 
 
 def _line(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvjax.errors import UserError
 from kvjax.eval.rows import Row
-from kvjax.eval.tasks import needles
+from kvjax.eval.tasks import continuation, datasets, longbench, needles, ruler
 from kvjax.eval.tasks.base import Context, MakeRows, TaskOptions
 
 TASKS: dict[str, MakeRows] = {
@@ -13,7 +13,26 @@ TASKS: dict[str, MakeRows] = {
     "passkey": needles.passkey,
     "fact": needles.fact,
     "kv": needles.key_value,
+    "ruler-single": ruler.single,
+    "ruler-multikey": ruler.multikey,
+    "ruler-multivalue": ruler.multivalue,
+    "ruler-multiquery": ruler.multiquery,
+    "ruler-vt": ruler.variables,
+    "ruler-cwe": ruler.common_words,
+    "ruler-kv": ruler.long_keys,
+    "continuation": continuation.continuation,
+    "gsm8k": datasets.gsm8k,
+    "xsum": datasets.xsum,
+    "longbench": longbench.all_subsets,
+    **{
+        f"longbench/{subset}{kind}": longbench.one_subset(subset + kind)
+        for subset in longbench.METRICS
+        for kind in ("", "_e")
+    },
 }
+"""What a task is called and what makes its rows."""
+GROUPS = {"ruler": [name for name in TASKS if name.startswith("ruler-")]}
+"""Names that stand for several tasks."""
 
 
 def get_task(name: str) -> MakeRows:
@@ -23,9 +42,14 @@ def get_task(name: str) -> MakeRows:
         UserError: there is none; names the nearest.
     """
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=3, cutoff=0.3) or list(TASKS)
+        near = difflib.get_close_matches(name, [*TASKS, *GROUPS], n=3, cutoff=0.3) or list(TASKS)
         raise UserError(f"no task {name!r}; did you mean {' or '.join(near)}?")
     return TASKS[name]
+
+
+def expand_tasks(names: Sequence[str]) -> list[str]:
+    """The names with groups such as "ruler" spelled out, each once."""
+    return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, [name])))
 
 
 def make_rows(names: Sequence[str], context: Context) -> list[Row]:
@@ -34,8 +58,8 @@ def make_rows(names: Sequence[str], context: Context) -> list[Row]:
     Raises:
         UserError: a task is unknown, or lacks the data it needs.
     """
-    tasks = [get_task(name) for name in names]
+    tasks = [get_task(name) for name in expand_tasks(names)]
     return [row for task in tasks for row in task(context)]
 
 
-__all__ = ["TASKS", "Context", "TaskOptions", "get_task", "make_rows"]
+__all__ = ["TASKS", "Context", "TaskOptions", "expand_tasks", "get_task", "make_rows"]

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,8 @@ from kvjax.eval.rows import Row, Skipped
 from kvjax.models.tokenizer import Tokenizer
 
 Split = Literal["dev", "test"]
+LONGEST = 30
+"""Words of a sentence of background text before it is taken for several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +106,13 @@ def cut_text(tokenizer: Tokenizer, text: str, size: int) -> str:
     return piece[:end] if end > 0 else piece
 
 
+def _pieces(sentence: str) -> Iterator[str]:
+    """A sentence in pieces of at most `LONGEST` words: what is no prose has no end."""
+    words = sentence.split()
+    for start in range(0, len(words), LONGEST):
+        yield " ".join(words[start : start + LONGEST])
+
+
 class Haystack:
     """Background text as sentences with their numbers of tokens."""
 
@@ -116,7 +125,7 @@ class Haystack:
         else:
             texts = read_texts(options.haystack)
         flat = re.sub(r"\s+", " ", " ".join(texts))
-        sentences = [s for s in re.split(r"(?<=[.!?]) +", flat) if s.strip()]
+        sentences = [part for s in re.split(r"(?<=[.!?]) +", flat) for part in _pieces(s)]
         # The halves of the text are the two splits' own.
         half = len(sentences) // 2
         self.sentences = sentences[:half] if options.split == "dev" else sentences[half:]
@@ -141,6 +150,33 @@ class Haystack:
                 return taken
             taken.append(self.sentences[index])
             index = (index + 1) % len(self.sentences)
+
+
+def digits(rng: np.random.Generator, size: int) -> str:
+    """A number of so many digits that does not begin with 0."""
+    return str(int(rng.integers(10 ** (size - 1), 10**size)))
+
+
+def background_room(context: Context, length: int, *others: str) -> int:
+    """Tokens of background in a prompt of `length` tokens with these other parts.
+
+    Raises:
+        UserError: there is none.
+    """
+    room = length - sum(count_tokens(context.tokenizer, text) for text in others)
+    if room < 1:
+        raise UserError(f"length {length}: too short for this task's prompt, give a longer one")
+    return room
+
+
+def pick_rows[T](options: TaskOptions, name: str, rows: Sequence[T]) -> list[T]:
+    """Some rows of a data set: those of the split in an order of the seed's, at most `rows`.
+
+    Every second row is for development, the others for test.
+    """
+    own = list(rows[0 if options.split == "dev" else 1 :: 2]) or list(rows)
+    order = options.rng(name, "pick").permutation(len(own))[: options.rows]
+    return [own[index] for index in order]
 
 
 def insert_at(items: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:

@@ -9,31 +9,16 @@ from kvjax.eval.rows import Row
 from kvjax.eval.tasks.base import (
     Context,
     Haystack,
+    background_room,
     chat_segments,
     count_tokens,
+    digits,
     insert_at,
 )
 from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
 
 Draw = Callable[[int, np.random.Generator], tuple[str, str, str, str]]
 """(row, rng) -> statement, question, beginning of the answer, value."""
-
-
-def digits(rng: np.random.Generator, size: int) -> str:
-    """A number of so many digits that does not begin with 0."""
-    return str(int(rng.integers(10 ** (size - 1), 10**size)))
-
-
-def background_room(context: Context, length: int, *others: str) -> int:
-    """Tokens of background in a prompt of `length` tokens with these other parts.
-
-    Raises:
-        UserError: there is none.
-    """
-    room = length - sum(count_tokens(context.tokenizer, text) for text in others)
-    if room < 1:
-        raise UserError(f"length {length}: too short for this task's prompt, give a longer one")
-    return room
 
 
 def _in_background(context: Context, task: str, draw: Draw) -> list[Row]:

@@ -115,11 +115,23 @@ FACTS: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
 }
 """A fact in words, and what it may be."""
 
-MAGIC: dict[str, tuple[str, str]] = {
-    "dev": ("code", "belongs to"),
-    "test": ("number", "is assigned to"),
+BINDINGS: dict[str, tuple[str, str, str, str, str]] = {
+    "dev": (
+        "The code {v} belongs to {key}.",
+        "Which code belongs to {key}?",
+        "Which codes belong to {key}?",
+        "To {key} belongs the code",
+        "To {key} belong the codes",
+    ),
+    "test": (
+        "The number {v} is assigned to {key}.",
+        "Which number is assigned to {key}?",
+        "Which numbers are assigned to {key}?",
+        "The number assigned to {key} is",
+        "The numbers assigned to {key} are",
+    ),
 }
-"""How RULER-style needles bind a value to a key."""
+"""A number {v} of a name {key}: statement; question for one, for several; answers likewise."""
 
 KEYS = (
     *("amber", "basil", "cobalt", "dahlia", "ember", "falcon", "ginger", "hazel", "indigo"),

@@ -1,0 +1,233 @@
+"""Pictures of an evaluation's results.
+
+Each function makes one figure from the rows of a results file, or None where the rows do not hold
+what it shows.
+"""
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.eval.results import Result
+from kvjax.eval.table import FULL, Interval, Line, summarise
+
+Figure = Any
+"""`matplotlib.figure.Figure`; imported where a figure is made, as it takes a second."""
+MARKERS = "osD^vPX*<>hdp8"
+
+
+def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each method, all of them different."""
+    import matplotlib
+
+    colours = matplotlib.color_sequences["tab10"]
+    return {
+        method: {
+            "color": colours[i % len(colours)],
+            "marker": MARKERS[(i // len(colours) + i) % len(MARKERS)],
+            "linestyle": ("-", "--", ":", "-.")[i // len(colours) % 4],
+        }
+        for i, method in enumerate(methods)
+    }
+
+
+def _methods(rows: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows if row["method"] != FULL))
+
+
+def _by_rate(
+    lines: Sequence[Line], tasks: Sequence[str], value: str
+) -> dict[str, list[tuple[float, float]]]:
+    """For each method (KVs of the full cache / KVs held, mean of the value over all tasks)."""
+    cells: dict[tuple[str, float], list[tuple[float, float]]] = collections.defaultdict(list)
+    for line in lines:
+        number = getattr(line, value)
+        number = number.mean if isinstance(number, Interval) else number
+        if line.task in tasks and line.method != FULL and number is not None:
+            cells[line.method, line.rate].append((line.kvs_share, number))
+    points: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    for (method, _), found in sorted(cells.items(), key=lambda cell: cell[0][1]):
+        if len(found) == len(tasks):
+            share, number = np.mean(found, axis=0)
+            points[method].append((1 / share, number))
+    return points
+
+
+def _draw_by_rate(axes: Any, points: dict[str, list[tuple[float, float]]], factor: float) -> None:
+    for method, style in _styles(list(points)).items():
+        x, y = np.array(points[method]).T
+        axes.plot(x, y * factor, label=method, markersize=4, linewidth=1.2, **style)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:g}×")
+    axes.set_xlabel("KVs of the full cache / KVs held")
+    axes.grid(alpha=0.3)
+
+
+def _legend(figure: Any, axes: Any, count: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    columns = min(4, max(1, math.ceil(count / 8)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=7)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_share(rows: Sequence[Result], protocol: str) -> Figure | None:
+    """% of the full cache's score by rate: the mean of all tasks, and each task."""
+    lines = [line for line in summarise(rows) if line.protocol == protocol]
+    full = [line for line in lines if line.method == FULL]
+    tasks = [line.task for line in full if line.score is not None and not line.full_fails]
+    if not tasks or not _methods(rows):
+        return None
+    panels = [("mean of all tasks", tasks)] * (len(tasks) > 1) + [(task, [task]) for task in tasks]
+    columns = min(3, len(panels))
+    rows_of_panels = math.ceil(len(panels) / columns)
+    count = len(_methods(rows))
+    figure = _figure(4 * columns + 1, 3 * rows_of_panels + 0.6 + 0.05 * count)
+    grid = figure.subplots(rows_of_panels, columns, squeeze=False, sharey=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (title, wanted) in zip(grid.flat, panels):
+        axes.axhline(100, color="#888888", linewidth=0.8)
+        _draw_by_rate(axes, _by_rate(lines, wanted, "share"), 100)
+        axes.set_title(title, fontsize=9)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("% of the full cache")
+    figure.suptitle(f"Score by compression ({protocol})", fontsize=10)
+    _legend(figure, grid.flat[0], count)
+    return figure
+
+
+def plot_text(rows: Sequence[Result], protocol: str) -> Figure | None:
+    """NLL of continued text, and KL to the full cache, by rate."""
+    texts = [row for row in rows if row["metric"] == "nll"]
+    lines = [line for line in summarise(texts) if line.protocol == protocol]
+    tasks = list(dict.fromkeys(line.task for line in lines))
+    methods = _methods(texts)
+    if not lines or not methods:
+        return None
+    figure = _figure(9, 4 + 0.05 * len(methods))
+    left, right = figure.subplots(1, 2)
+    _draw_by_rate(left, _by_rate(lines, tasks, "nll"), 1)
+    full = [line.nll.mean for line in lines if line.method == FULL and line.nll is not None]
+    if full:
+        left.axhline(np.mean(full), color="#888888", linewidth=0.8, label="full")
+    left.set_ylabel("NLL per token")
+    _draw_by_rate(right, _by_rate(lines, tasks, "kl"), 1)
+    right.set_ylabel("KL(full ‖ compressed) per token")
+    right.set_yscale("log")
+    figure.suptitle(f"Continued text by compression ({protocol})", fontsize=10)
+    _legend(figure, left, len(methods))
+    return figure
+
+
+def plot_needles(rows: Sequence[Result], protocol: str, task: str) -> Figure | None:
+    """Exact matches of a task by depth, one map per method.
+
+    Across: lengths where there are several, each at the largest rate; otherwise rates.
+    """
+    found = [
+        row
+        for row in rows
+        if row["task"] == task and row["protocol"] == protocol and row["depth"] is not None
+    ]
+    lengths = sorted({row["length"] for row in found})
+    rates = sorted({row["rate"] for row in found if row["method"] != FULL})
+    methods = _methods(found)
+    if not methods:
+        return None
+    depths = sorted({row["depth"] for row in found})
+    across, name = (lengths, "length") if len(lengths) > 1 else (rates, "rate")
+    if name == "length":
+        found = [row for row in found if row["rate"] in (1.0, rates[-1])]
+    columns = min(6, len(methods))
+    panels = math.ceil(len(methods) / columns)
+    figure = _figure(1.2 + 1.7 * columns, 0.8 + 1.7 * panels)
+    grid = figure.subplots(panels, columns, squeeze=False, sharex=True, sharey=True)
+    image = None
+    for axes in grid.flat[len(methods) :]:
+        axes.set_axis_off()
+    for axes, method in zip(grid.flat, methods):
+        values = np.full((len(depths), len(across)), np.nan)
+        for y, depth in enumerate(depths):
+            for x, at in enumerate(across):
+                hits = [
+                    row["em"]
+                    for row in found
+                    if (row["method"], row["depth"], row[name]) == (method, depth, at)
+                ]
+                values[y, x] = np.mean(hits) if hits else np.nan
+        image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        axes.set_title(method, fontsize=6)
+        axes.set_xticks(range(len(across)), [f"{at:g}" for at in across], fontsize=6)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=6)
+    at_rate = f", rate {rates[-1]:g}" if name == "length" else ""
+    figure.supxlabel("prompt length" if name == "length" else "rate", fontsize=8)
+    figure.supylabel("depth", fontsize=8)
+    figure.colorbar(image, ax=grid, label="exact matches", shrink=0.6)
+    figure.suptitle(f"{task} ({protocol}{at_rate})", fontsize=10)
+    return figure
+
+
+def _detailed(rows: Sequence[Result], protocol: str, rate: float) -> dict[str, list[Result]]:
+    """Rows with details at a rate, by method."""
+    found: dict[str, list[Result]] = collections.defaultdict(list)
+    for row in rows:
+        if "kept" in row and row["protocol"] == protocol and row["rate"] == rate:
+            found[row["method"]].append(row)
+    return {method: group for method, group in found.items() if method != FULL}
+
+
+def plot_kept(rows: Sequence[Result], protocol: str, rate: float) -> Figure | None:
+    """Share of the prompt's KVs that each layer × KV head keeps, one map per method."""
+    groups = _detailed(rows, protocol, rate)
+    if not groups:
+        return None
+    columns = min(8, len(groups))
+    panels = math.ceil(len(groups) / columns)
+    figure = _figure(1.2 + 1.3 * columns, 0.8 + 2.2 * panels)
+    grid = figure.subplots(panels, columns, squeeze=False, sharex=True, sharey=True)
+    image = None
+    for axes in grid.flat[len(groups) :]:
+        axes.set_axis_off()
+    for axes, (method, group) in zip(grid.flat, groups.items()):
+        share = np.mean([np.array(r["kept"]) / r["compressed_tokens"] for r in group], axis=0)
+        # 0 to four times the mean: most heads keep little, and a few keep nearly all.
+        image = axes.imshow(share * 100, aspect="auto", cmap="viridis", vmin=0, vmax=400 / rate)
+        axes.set_title(method, fontsize=6)
+        axes.tick_params(labelsize=6)
+        axes.set_xticks(range(share.shape[1]))
+    figure.supxlabel("KV head", fontsize=8)
+    figure.supylabel("layer", fontsize=8)
+    label = "% of the prompt's KVs (colour ends at four times the mean)"
+    figure.colorbar(image, ax=grid, label=label, shrink=0.6, extend="max")
+    figure.suptitle(f"KVs kept at rate {rate:g} ({protocol})", fontsize=10)
+    return figure
+
+
+def plot_recall(rows: Sequence[Result], protocol: str, rate: float) -> Figure | None:
+    """Attention recall by layer: the share of attention that falls on the KVs kept."""
+    groups = {
+        method: [row for row in group if row["recall_by_layer"] is not None]
+        for method, group in _detailed(rows, protocol, rate).items()
+    }
+    groups = {method: group for method, group in groups.items() if group}
+    if not groups:
+        return None
+    figure = _figure(8, 4.2 + 0.05 * len(groups))
+    axes = figure.subplots()
+    for method, style in _styles(list(groups)).items():
+        recall = np.mean([row["recall_by_layer"] for row in groups[method]], axis=0)
+        axes.plot(recall * 100, label=method, markersize=3, linewidth=1, **style)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("attention recall, %")
+    axes.grid(alpha=0.3)
+    axes.set_title(f"Attention recall at rate {rate:g} ({protocol})", fontsize=10)
+    _legend(figure, axes, len(groups))
+    return figure

@@ -1,0 +1,146 @@
+"""LongBench (Bai et al. 2024) and LongBench-E from a local folder, by its official rules.
+
+The folder holds `dataset2prompt.json` and `dataset2maxlen.json`, itself or below `config/`, and
+anywhere below it the subsets as .jsonl or .jsonl.gz with the official fields. Prompts, most new
+tokens and metrics are the official ones; the chat template is left out for the few-shot and code
+subsets.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError
+from kvjax.eval.files import open_text
+from kvjax.eval.rows import Row, read_jsonl
+from kvjax.eval.tasks.base import Context, MakeRows, chat_segments, pick_rows
+
+METRICS = {
+    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa"), "f1"),
+    **dict.fromkeys(("2wikimqa", "musique", "triviaqa"), "f1"),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "rouge-l"),
+    **dict.fromkeys(("lcc", "repobench-p"), "edit"),
+    "trec": "classification",
+    "passage_count": "count",
+    "passage_retrieval_en": "retrieval",
+}
+"""Metric of every subset in English and of code."""
+FIRST_LINE = ("trec", "triviaqa", "samsum")
+"""Subsets of whose answers the first line counts."""
+NO_CHAT = (*FIRST_LINE, "lcc", "repobench-p", "passage_count")
+CONFIG = ("dataset2prompt.json", "dataset2maxlen.json")
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    for path in (folder / "config" / name, folder / name):
+        if path.is_file():
+            try:
+                with open_text(path) as file:
+                    return json.load(file)
+            except ValueError as error:
+                raise UserError(f"{path} is no JSON: {error}") from error
+    raise UserError(f"{folder} lacks {name}, LongBench's configuration (also looked in config/)")
+
+
+def _base(subset: str) -> str:
+    """The subset whose prompt and metric a LongBench-E subset shares."""
+    return subset.removesuffix("_e")
+
+
+def subset_files(folder: Path) -> dict[str, list[Path]]:
+    """The files of every known subset below a folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*.jsonl*")):
+        subset = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        if _base(subset) in METRICS:
+            found.setdefault(subset, []).append(path)
+    if not found:
+        raise UserError(
+            f"{folder} holds no subset of LongBench: files named as {next(iter(METRICS))}.jsonl"
+        )
+    return found
+
+
+def _row(context: Context, subset: str, values: Any, prompt: str, max_new: int) -> Row:
+    """One row of a subset as a prompt. Raises ValueError where a field is missing or wrong."""
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    for name in ("context", "input"):
+        if not isinstance(values.get(name), str):
+            raise ValueError(f"{name} is missing or no text")
+    answers = values.get("answers")
+    if not isinstance(answers, list) or not answers:
+        raise ValueError("answers is missing or empty")
+    base = _base(subset)
+    before, found, after = prompt.partition("{context}")
+    if not found:
+        raise ValueError(f"the prompt of {base} has no {{context}}")
+    body = before + values["context"]
+    question = after.replace("{input}", values["input"])
+    head, suffix = ("", "") if base in NO_CHAT else chat_segments(context.tokenizer)
+    # A text that goes on after the prompt begins with a blank, an answer of its own does not.
+    space = "" if suffix or question[-1:].isspace() else " "
+    digest = zlib.crc32((values["context"] + "\0" + values["input"]).encode())
+    return Row(
+        id=f"longbench/{subset}/{digest:08x}",
+        task=f"longbench/{subset}",
+        length=0,
+        head=head,
+        context=body,
+        question=question,
+        suffix=suffix,
+        answer_prefix="",
+        target=space + str(answers[0]),
+        metric=METRICS[base],
+        answers=tuple(str(answer) for answer in answers),
+        classes=tuple(values.get("all_classes") or ()),
+        max_new_tokens=max_new,
+        stop=("\n",) if base in FIRST_LINE else (),
+    )
+
+
+def subset_rows(context: Context, wanted: str | None) -> list[Row]:
+    """Rows of one subset, or of all that there are.
+
+    Raises:
+        UserError: the folder was not given or lacks what is needed.
+    """
+    folder = context.options.longbench
+    if folder is None:
+        raise UserError("LongBench needs its rows: give --longbench or --data")
+    prompts, lengths = (_config(folder, name) for name in CONFIG)
+    files = subset_files(folder)
+    if wanted is not None and wanted not in files:
+        raise UserError(f"{folder} lacks {wanted}.jsonl; it has {', '.join(files)}")
+    rows = []
+    for subset in files if wanted is None else (wanted,):
+        base = _base(subset)
+        if base not in prompts or base not in lengths:
+            raise UserError(f"{folder}: {' or '.join(CONFIG)} says nothing of {base}")
+        ready: dict[str, Row] = {}
+        for path in files[subset]:
+            for number, values in read_jsonl(path, context.skipped):
+                try:
+                    row = _row(context, subset, values, prompts[base], lengths[base])
+                except ValueError as error:
+                    context.skipped.add(path.name, number, str(error))
+                else:
+                    # The same sample may be in several files.
+                    ready.setdefault(row.id, row)
+        rows += pick_rows(context.options, subset, list(ready.values()))
+    return rows
+
+
+def all_subsets(context: Context) -> list[Row]:
+    """Every subset that the folder has."""
+    return subset_rows(context, None)
+
+
+def one_subset(subset: str) -> MakeRows:
+    """The task of one subset."""
+    return lambda context: subset_rows(context, subset)

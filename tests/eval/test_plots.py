@@ -1,0 +1,143 @@
+"""Pictures: what they show for known rows, and scripts/plot.py."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.cli import main_of
+from kvjax.eval.result_plots import (
+    plot_kept,
+    plot_needles,
+    plot_recall,
+    plot_share,
+    plot_text,
+)
+from tests.scripts.conftest import load_script
+
+SCORES = {"full": 1.0, "good": 1.0, "bad": 0.0}
+
+
+def rows(**changes):
+    out = []
+    for task, metric in (("needle", "em"), ("continuation", "nll")):
+        for method, score in SCORES.items():
+            for rate in (1.0,) if method == "full" else (2.0, 8.0):
+                for index in range(4):
+                    out.append(
+                        {
+                            "id": f"{task}{index}",
+                            "task": task,
+                            "protocol": "prompt",
+                            "length": 1000,
+                            "depth": index / 3 if metric == "em" else None,
+                            "method": method,
+                            "rate": rate,
+                            "metric": metric,
+                            "em": int(score),
+                            "score": score if metric == "em" else None,
+                            "nll": 2.0,
+                            "kl": 0.1,
+                            "agree": 1.0,
+                            "recall": 0.5,
+                            "compressed_tokens": 100,
+                            "kvs_full": 600,
+                            "kvs": 600 / rate,
+                            "bytes": 100,
+                            "kept": [[50, 10]] * 3,
+                            "recall_by_layer": [0.9, 0.5, 0.1],
+                            "seconds": {"prefill": 1, "select": 0.1, "score": 0.1, "decode": 0},
+                            **changes,
+                        }
+                    )
+    return out
+
+
+def axes_of(figure):
+    assert figure is not None
+    return figure.axes
+
+
+def lines_of(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_scores_are_shares_over_the_rate_really_kept():
+    (axes,) = axes_of(plot_share(rows(), "prompt"))
+    lines = lines_of(axes)
+    assert lines["good"].get_xdata() == pytest.approx([2, 8])
+    assert lines["good"].get_ydata() == pytest.approx([100, 100])
+    assert lines["bad"].get_ydata() == pytest.approx([0, 0])
+    assert "full" not in lines
+
+
+def test_text_shows_nll_and_kl():
+    left, right = axes_of(plot_text(rows(), "prompt"))
+    assert lines_of(left)["good"].get_ydata() == pytest.approx([2, 2])
+    assert set(lines_of(left)) == {"good", "bad", "full"}
+    assert lines_of(right)["bad"].get_ydata() == pytest.approx([0.1, 0.1])
+
+
+def test_needles_are_maps_of_depth_and_rate():
+    good, bad = axes_of(plot_needles(rows(), "prompt", "needle"))[:2]
+    assert good.get_title() == "good"
+    np.testing.assert_array_equal(good.images[0].get_array(), np.ones((4, 2)))
+    np.testing.assert_array_equal(bad.images[0].get_array(), np.zeros((4, 2)))
+    several = rows() + [{**row, "length": 2000, "em": 1} for row in rows()]
+    bad = axes_of(plot_needles(several, "prompt", "needle"))[1]
+    np.testing.assert_array_equal(bad.images[0].get_array(), [[0, 1]] * 4)
+
+
+def test_kept_and_recall_are_means_of_the_rows_with_details():
+    axes = axes_of(plot_kept(rows(), "prompt", 8.0))[0]
+    np.testing.assert_allclose(axes.images[0].get_array(), [[50, 10]] * 3)
+    recall = axes_of(plot_recall(rows(), "prompt", 8.0))[0]
+    assert lines_of(recall)["good"].get_ydata() == pytest.approx([90, 50, 10])
+
+
+def test_what_is_not_there_is_not_drawn():
+    full = [row for row in rows() if row["method"] == "full"]
+    assert plot_share(full, "prompt") is None
+    assert plot_text(full, "prompt") is None
+    assert plot_needles(full, "prompt", "needle") is None
+    plain = [{k: v for k, v in r.items() if k not in ("kept", "recall_by_layer")} for r in rows()]
+    assert plot_kept(plain, "prompt", 8.0) is None
+    assert plot_recall(plain, "prompt", 8.0) is None
+    assert plot_share(rows(score=0.0), "prompt") is None
+
+
+PLOT = load_script("plot")
+
+
+@pytest.fixture
+def results(tmp_path):
+    path = tmp_path / "r.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows()).encode()))
+    return path
+
+
+def test_the_script_writes_every_picture(results, tmp_path, capsys):
+    out = tmp_path / "pictures"
+    assert main_of(PLOT.main, [str(results), "--out", str(out), "--methods", "good"]) == 0
+    names = {path.stem for path in out.iterdir()}
+    assert names == {f"{n}-prompt" for n in ("score", "text", "kept", "recall", "needle-needle")}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.iterdir())
+    assert len(capsys.readouterr().out.split()) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--methods", "goood"), "has no goood; it has full, good, bad"),
+        (("--rate", "3"), "no results at rate 3"),
+        (("--methods", "full"), "nothing to draw"),
+        (("--out", "/dev/null/pictures"), "cannot make the folder"),
+        (("--format", "bmp"), "bmp"),
+    ],
+)
+def test_bad_input_gets_one_line(results, tmp_path, capsys, arguments, says):
+    out = () if "--out" in arguments else ("--out", str(tmp_path / "p"))
+    assert main_of(PLOT.main, [str(results), *arguments, *out]) == 2
+    assert says in capsys.readouterr().err
+    assert main_of(PLOT.main, [str(tmp_path / "missing.jsonl")]) == 2
