@@ -21,6 +21,7 @@ from kvjax.cache.paged import (
     init_cache,
     release,
     write_layer,
+    write_newest,
     write_prompt,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "release",
     "schedule_evictions",
     "write_layer",
+    "write_newest",
     "write_prompt",
     "write_survivors",
 ]

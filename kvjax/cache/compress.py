@@ -10,16 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.evict import (
-    MAX_KVS_PER_STEP,
-    block_prices,
-    eviction_keys,
-    schedule_evictions,
-    select_blocks,
-    smallest,
-)
+from kvjax.cache.allocate import Plan, choose_blocks, head_shares
+from kvjax.cache.evict import MAX_KVS_PER_STEP, schedule_evictions
+from kvjax.cache.keys import method_keys
+from kvjax.cache.methods.base import Method
 from kvjax.cache.move import move_cache
 from kvjax.cache.paged import PagedCache, blocks_for, valid_slots, write_prompt
+from kvjax.cache.prices import block_prices, smallest
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -40,6 +37,7 @@ def compress(
     *,
     protected: Int32[Array, ""] | int = 0,
     sinks: Int32[Array, ""] | int = 0,
+    method: Method | None = None,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
 ) -> tuple[PagedCache, CompressReport]:
     """Evict from each of `slots` until it owns at most `keep_blocks` blocks over all its heads.
@@ -54,6 +52,8 @@ def compress(
         keep_blocks: the budget of each, from `kvjax.cache.budget.budget_blocks`.
         protected: newest token positions that are never evicted.
         sinks: oldest token positions that are never evicted.
+        method: whose allocation, unit and scope decide (static); None for the globally cheapest
+            blocks.
         max_kvs_per_step: KVs handled at once (static); more are split, never skipped.
     """
     slots = valid_slots(cache, slots)
@@ -65,9 +65,10 @@ def compress(
         jnp.maximum(0, owned - jnp.asarray(keep_blocks, jnp.int32)),
         protected=protected,
         sinks=sinks,
+        method=method,
         max_kvs_per_step=max_kvs_per_step,
     )
-    cache = move_cache(cache, schedule, max_kvs_per_step=max_kvs_per_step)
+    cache = move_cache(cache, schedule, method=method, max_kvs_per_step=max_kvs_per_step)
     return cache, CompressReport(jnp.sum(schedule.blocks, axis=(1, 2)), schedule.shortfall)
 
 
@@ -82,6 +83,7 @@ def write_survivors(
     *,
     protected: Int32[Array, ""] | int = 0,
     sinks: Int32[Array, ""] | int = 0,
+    method: Method | None = None,
 ) -> tuple[PagedCache, CompressReport, Bool[Array, ""]]:
     """Compress a prompt that stands in a contiguous scratch and write only what survives.
 
@@ -98,6 +100,8 @@ def write_survivors(
         keep_blocks: the budget in blocks.
         protected: newest token positions that are never evicted.
         sinks: oldest token positions that are never evicted.
+        method: whose allocation, unit and scope decide (static); None for the globally cheapest
+            blocks.
 
     Returns:
         The cache, what was evicted (G = 1), and ``ok``: False, and the cache unchanged, when the
@@ -109,18 +113,15 @@ def write_survivors(
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     heads = (num_layers, num_heads)
     context_len = jnp.broadcast_to(length, heads)
-    keys = eviction_keys(
-        metric,
-        jnp.broadcast_to(token, metric.shape),
-        context_len,
-        context_len,
-        protected,
-        sinks,
-    )
-    keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
     owned = jnp.sum(blocks_for(context_len, b))
-    blocks, count, threshold, shortfall = select_blocks(
-        block_prices(keys, context_len, b), context_len, jnp.maximum(0, owned - keep_blocks), b
+    evict = jnp.maximum(0, owned - keep_blocks)
+    plan = Plan.of(method, *heads, b, owned - evict, length, protected)
+    position = jnp.broadcast_to(token, metric.shape)
+    keys = method_keys(method, metric, position, context_len, context_len, plan.protected, sinks)
+    shares = jax.vmap(lambda k, t: head_shares(method, k, t, plan.protected))(keys, plan.tokens)
+    keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
+    blocks, count, threshold, shortfall = choose_blocks(
+        method, block_prices(keys, context_len, b), shares, plan.tokens, context_len, evict, b
     )
     kept = ~smallest(keys, count, threshold)[..., :num_tokens] & (token < length)
     rank = jnp.where(kept, jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, num_tokens)

@@ -70,6 +70,7 @@ class CompressionConfig:
             method,
             observation=observation,
             protected=protected if self.protected is None else self.protected,
+            protected_share=method.protected_share if self.protected is None else 0.0,
             sinks=method.sinks if self.sinks is None else self.sinks,
         )
 

@@ -11,23 +11,35 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 GroupReduction = Literal["sum", "max", "mean"]
+PoolKind = Literal["max", "avg"]
 
 
-def pool_metric(metric: Float[Array, "*rows T"], width: int) -> Float[Array, "*rows T"]:
-    """Max over the `width` (odd) keys around each key, for keys at consecutive positions."""
+def pool_metric(
+    metric: Float[Array, "*rows T"], width: int, kind: PoolKind = "max"
+) -> Float[Array, "*rows T"]:
+    """Max or mean over the `width` (odd) keys around each key, for keys at consecutive positions.
+
+    Past the ends the mean counts zeros.
+    """
     if width == 1:
         return metric
     window = (1,) * (metric.ndim - 1) + (width,)
     pad = ((0, 0),) * (metric.ndim - 1) + ((width // 2, width // 2),)
-    return lax.reduce_window(metric, -jnp.inf, lax.max, window, (1,) * metric.ndim, pad)
+    strides = (1,) * metric.ndim
+    if kind == "avg":
+        return lax.reduce_window(metric, 0.0, lax.add, window, strides, pad) / width
+    return lax.reduce_window(metric, -jnp.inf, lax.max, window, strides, pad)
 
 
 def pool_metric_at(
-    metric: Float[Array, "H r T"], position: Int32[Array, "H T"], width: int
+    metric: Float[Array, "H r T"],
+    position: Int32[Array, "H T"],
+    width: int,
+    kind: PoolKind = "max",
 ) -> Float[Array, "H r T"]:
-    """Max over the keys at most ⌊width / 2⌋ token positions away, in whatever order keys lie.
+    """Max or mean over the keys at most ⌊width / 2⌋ token positions away, in whatever order.
 
-    Keys with position −1 neither give nor take.
+    Keys with position −1 neither give nor take. The mean counts zeros for absent keys.
     """
     if width == 1:
         return metric
@@ -38,12 +50,13 @@ def pool_metric_at(
     # Positions of a head are distinct, so a neighbour in reach lies at most `reach` places away.
     far = jnp.pad(sorted_position, ((0, 0), (reach, reach)), constant_values=-width - 1)
     values = jnp.pad(sorted_metric, ((0, 0), (0, 0), (reach, reach)))
-    pooled = sorted_metric
+    pooled = jnp.zeros_like(sorted_metric) if kind == "avg" else sorted_metric
     for offset in range(2 * reach + 1):
         there = lax.slice_in_dim(far, offset, offset + num_keys, axis=-1)
         near = (there >= 0) & (jnp.abs(there - sorted_position) <= reach)
         value = lax.slice_in_dim(values, offset, offset + num_keys, axis=-1)
-        pooled = jnp.where(near[:, None], jnp.maximum(pooled, value), pooled)
+        joined = pooled + value / width if kind == "avg" else jnp.maximum(pooled, value)
+        pooled = jnp.where(near[:, None], joined, pooled)
     back = jnp.argsort(order, axis=-1)
     return jnp.take_along_axis(pooled, back[:, None], axis=-1)
 

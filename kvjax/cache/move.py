@@ -16,9 +16,10 @@ from kvjax.cache.evict import (
     head_rows,
     row_batches,
     row_keys,
-    smallest,
 )
+from kvjax.cache.methods.base import Method
 from kvjax.cache.paged import PagedCache, blocks_for, drop_blocks
+from kvjax.cache.prices import smallest
 from kvjax.kernels import move_kvs
 
 
@@ -53,12 +54,14 @@ def move_cache(
     cache: PagedCache,
     schedule: EvictionSchedule,
     *,
+    method: Method | None = None,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
 ) -> PagedCache:
     """Carry out a schedule: survivors move into the holes, the emptied tail blocks become free.
 
     Keys, values, metrics and positions move together and in place. `schedule` must have been made
-    from this cache. `max_kvs_per_step` (static) bounds the temporaries, never the result.
+    from this cache, with the same `method` (static). `max_kvs_per_step` (static) bounds the
+    temporaries, never the result.
     """
     b, n = cache.block_size, cache.num_blocks
 
@@ -67,7 +70,8 @@ def move_cache(
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         table, context_len, _ = rows
-        keys = row_keys(metric, position, rows, schedule.protected, schedule.sinks)
+        guard = schedule.protected[group]
+        keys = row_keys(metric, position, rows, guard, schedule.sinks, method)
         in_range = (slot < cache.num_slots)[:, None]
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
         evicted = smallest(keys, evictions, schedule.threshold[group, layer])

@@ -1,27 +1,90 @@
 """What a method sees of one layer of a prompt, as one eviction metric per KV.
 
-Source: KV-Compress, section 4.3 (attention of an observation window).
+Source: KV-Compress, section 4.3 (attention of an observation window); the other methods differ in
+which queries they observe, how these count, and how neighbours and query heads are joined.
 """
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
-from kvjax.cache.methods import Method
+from kvjax.cache.methods import Method, Observation
 from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
 from kvjax.kernels import window_metrics
 
 
 def _window(
-    method: Method, q: Float[Array, "T Hr d"], start: Int32[Array, ""], length: Int32[Array, ""]
-) -> tuple[Float[Array, "w Hr d"], Int32[Array, " w"]]:
-    """The queries that a method looks at and their positions (−1 for padding)."""
-    assert method.observation is not None
-    window = min(method.observation.window or q.shape[0], q.shape[0])
+    observation: Observation,
+    q: Float[Array, "T Hr d"],
+    start: Int32[Array, ""],
+    length: Int32[Array, ""],
+) -> tuple[Float[Array, "w Hr d"], Int32[Array, " w"], Float[Array, " w"] | None]:
+    """The observed queries, their positions (−1 for padding) and what each counts."""
+    window = min(observation.window or q.shape[0], q.shape[0])
     first = jnp.maximum(length - window, 0)
     index = first + jnp.arange(window, dtype=jnp.int32)
     queries = lax.dynamic_slice_in_dim(q, first, window, axis=0)
-    return queries, jnp.where(index < length, start + index, -1)
+    weight = None
+    if observation.query_decay != 1:
+        age = jnp.maximum(length - 1 - index, 0).astype(jnp.float32)
+        weight = jnp.float32(observation.query_decay) ** age
+    return queries, jnp.where(index < length, start + index, -1), weight
+
+
+def intrinsic_metric(
+    observation: Observation,
+    layer: Int32[Array, ""] | int,
+    k: Float[Array, "*rows H d"],
+    position: Int[Array, "*rows H"],
+) -> Float[Array, "*rows H"]:
+    """Metrics of KVs that follow from their position, a seed or their key alone.
+
+    Args:
+        observation: one whose `source` is not attention.
+        layer: index of the layer.
+        k: keys, rotated.
+        position: token position of each.
+    """
+    if observation.source == "position":
+        return position.astype(jnp.float32)
+    if observation.source == "key-norm":
+        return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
+    head = jnp.arange(position.shape[-1], dtype=jnp.uint32)
+
+    def mixed(x):  # the finaliser of MurmurHash3, so that nearby positions share nothing
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        return x ^ (x >> 16)
+
+    x = mixed(jnp.uint32(observation.seed) + jnp.uint32(0x9E3779B9))
+    for part in (jnp.asarray(layer, jnp.uint32), head, position.astype(jnp.uint32)):
+        x = mixed(x ^ mixed(part + jnp.uint32(0x9E3779B9)))
+    # 24 bits: exact in float32.
+    return (x >> 8).astype(jnp.float32) / (1 << 24)
+
+
+def _pooled(
+    observation: Observation,
+    received: Float[Array, "H r T"],
+    position: Int32[Array, "H T"] | None,
+    window_start: Int32[Array, ""],
+) -> Float[Array, "H T"]:
+    """Neighbouring keys and query heads joined; `position` None for 0 … T−1."""
+    if observation.group_first:
+        received = reduce_group(received, observation.group)[:, None]
+    if observation.pool > 1:
+        absent = 0.0 if observation.pool_kind == "avg" else -jnp.inf
+        at = jnp.arange(received.shape[-1]) if position is None else position[:, None]
+        alone = (at >= window_start) & (not observation.pool_window)
+        outside = jnp.where(alone, absent, received)
+        if position is None:
+            pooled = pool_metric(outside, observation.pool, observation.pool_kind)
+        else:
+            pooled = pool_metric_at(outside, position, observation.pool, observation.pool_kind)
+        received = jnp.where(alone, received, pooled)
+    if observation.group_first:
+        return received[:, 0]
+    return reduce_group(received, observation.group)
 
 
 def observe_prompt(
@@ -42,21 +105,26 @@ def observe_prompt(
         v: values.
         length: tokens of the prompt; those from `length` on are padding.
     """
-    del layer, v
+    del v
     num_tokens, num_heads, _ = k.shape
-    observation = method.observation
+    observation, length = method.observation, jnp.asarray(length, jnp.int32)
     if observation is None:
         return jnp.zeros((num_heads, num_tokens), jnp.float32)
-    queries, position = _window(method, q, jnp.int32(0), jnp.asarray(length, jnp.int32))
+    if observation.intrinsic:
+        token = jnp.arange(num_tokens, dtype=jnp.int32)
+        position = jnp.broadcast_to(token[:, None], (num_tokens, num_heads))
+        return intrinsic_metric(observation, layer, k, position).T
+    queries, position, weight = _window(observation, q, jnp.int32(0), length)
     received = window_metrics(
         queries,
         k,
         query_position=position,
         power=observation.power,
         excluded_distance=observation.excluded_distance,
+        query_weight=weight,
     )
-    received = pool_metric(received, observation.pool)
-    return reduce_group(received.reshape(num_heads, -1, num_tokens), observation.group)
+    received = received.reshape(num_heads, -1, num_tokens)
+    return _pooled(observation, received, None, length - queries.shape[0])
 
 
 def observe_chunk(
@@ -83,7 +151,7 @@ def observe_chunk(
         held_k: keys that the heads hold.
         held_position: their token positions; −1 where nothing is held.
     """
-    del layer, v
+    del v
     num_tokens, num_heads, _ = k.shape
     num_held = held_k.shape[1]
     observation = method.observation
@@ -94,15 +162,66 @@ def observe_chunk(
     new_position = jnp.where(token < length, start + token, -1)
     new_position = jnp.broadcast_to(new_position, (num_heads, num_tokens))
     key_position = jnp.concatenate([held_position, new_position], axis=1)
-    queries, query_position = _window(method, q, start, length)
+    keys = jnp.concatenate([held_k, k.astype(held_k.dtype)])
+    if observation.intrinsic:
+        return intrinsic_metric(observation, layer, keys, key_position.T).T
+    queries, query_position, weight = _window(observation, q, start, length)
     received = window_metrics(
         queries,
-        jnp.concatenate([held_k, k.astype(held_k.dtype)]),
+        keys,
         query_position=query_position,
         key_position=key_position.T,
         power=observation.power,
         excluded_distance=observation.excluded_distance,
+        query_weight=weight,
     )
     received = received.reshape(num_heads, -1, num_held + num_tokens)
-    received = pool_metric_at(received, key_position, observation.pool)
-    return reduce_group(received, observation.group)
+    return _pooled(observation, received, key_position, start + length - queries.shape[0])
+
+
+def newest_metric(
+    method: Method,
+    layer: Int32[Array, ""] | int,
+    k: Float[Array, "S H d"],
+    position: Int32[Array, " S"],
+) -> Float[Array, "S H"]:
+    """Metric of KVs that a decode step writes, for a method whose source is not attention."""
+    assert method.observation is not None
+    position = jnp.broadcast_to(position[:, None], k.shape[:2])
+    return intrinsic_metric(method.observation, layer, k, position)
+
+
+def decay_metrics(
+    metric: Float[Array, "N b"],
+    block_table: Int32[Array, "*rows M"],
+    factor: float,
+) -> Float[Array, "N b"]:
+    """All metrics in some blocks times `factor`; entries out of range are passed over."""
+    rows = jnp.full((*block_table.shape, metric.shape[1]), factor, jnp.float32)
+    if factor == 0:
+        return metric.at[block_table].set(rows, mode="drop")
+    return metric.at[block_table].mul(rows, mode="drop")
+
+
+def grows(method: Method) -> bool:
+    """Whether chunk after chunk adds to a method's metrics, rather than measuring anew."""
+    observation = method.observation
+    return observation is not None and observation.window is None and not observation.intrinsic
+
+
+def chunk_decay(method: Method, length: Int32[Array, ""]) -> Float[Array, ""]:
+    """Factor of what was measured before a chunk of so many tokens."""
+    assert method.observation is not None
+    decay = jnp.float32(method.observation.query_decay)
+    return decay ** length.astype(jnp.float32)
+
+
+__all__ = [
+    "chunk_decay",
+    "decay_metrics",
+    "grows",
+    "intrinsic_metric",
+    "newest_metric",
+    "observe_chunk",
+    "observe_prompt",
+]

@@ -318,13 +318,25 @@ def write_layer(
     active: Bool[Array, " S"],
 ) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
     """Write the newest KV of one layer: the last one that `context_len` counts."""
-    num_blocks, b, _ = k_pool.shape
+    return (
+        write_newest(k_pool, block_table, context_len, k, active),
+        write_newest(v_pool, block_table, context_len, v, active),
+    )
+
+
+def write_newest(
+    pool: Float[Array, "N b *d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    values: Float[Array, "S H *d"],
+    active: Bool[Array, " S"],
+) -> Float[Array, "N b *d"]:
+    """Write one pool's value of the newest KV of one layer."""
+    num_blocks, b = pool.shape[:2]
     last = jnp.maximum(context_len - 1, 0)
     block = jnp.take_along_axis(block_table, (last // b)[..., None], axis=-1)[..., 0]
     block = jnp.where(active[:, None] & (context_len > 0), block, num_blocks)
-    k_pool = k_pool.at[block, last % b].set(k.astype(k_pool.dtype), mode="drop")
-    v_pool = v_pool.at[block, last % b].set(v.astype(v_pool.dtype), mode="drop")
-    return k_pool, v_pool
+    return pool.at[block, last % b].set(values.astype(pool.dtype), mode="drop")
 
 
 def append(

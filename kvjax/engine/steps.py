@@ -20,11 +20,19 @@ from kvjax.cache import (
     begin_append,
     compress,
     write_layer,
+    write_newest,
     write_prompt,
     write_survivors,
 )
 from kvjax.cache.methods import Method
-from kvjax.cache.observe import observe_chunk, observe_prompt
+from kvjax.cache.observe import (
+    chunk_decay,
+    decay_metrics,
+    grows,
+    newest_metric,
+    observe_chunk,
+    observe_prompt,
+)
 from kvjax.engine.sampling import SamplingState, sample
 from kvjax.kernels import Prefix, paged_attention, plan_paged_attention, prefill_attention
 from kvjax.models.config import LlamaConfig
@@ -111,6 +119,7 @@ def admit(
         keep_blocks,
         protected=method.protected,
         sinks=method.sinks,
+        method=None if method.is_plain else method,
     )
 
 
@@ -186,8 +195,9 @@ def prefill_chunk(
     held_len = cache.context_len[slot]
     cache, ok = write_prompt(cache, slot, k, v, metric[..., num_held:], length)
     if observation is not None:
-        grows = observation.window is None
-        cache = _remeasured(cache, slot, jnp.where(ok, held_len, 0), metric[..., :num_held], grows)
+        before = chunk_decay(method, length) if grows(method) else None
+        held_len = jnp.where(ok, held_len, 0)
+        cache = _remeasured(cache, slot, held_len, metric[..., :num_held], before)
     last = lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False)
     return cache, logits(config, params, last), ok
 
@@ -197,13 +207,16 @@ def _remeasured(
     slot: Int32[Array, ""],
     held_len: Int32[Array, "L H"],
     metric: Float[Array, "L H T"],
-    grows: bool,
+    before: Float[Array, ""] | None,
 ) -> PagedCache:
-    """The cache with the metrics of a slot's first `held_len` KVs replaced, or added to."""
+    """The cache with the metrics of a slot's first `held_len` KVs replaced.
+
+    With `before`, that times the old metric is added.
+    """
     table = cache.block_table[slot]
     held = (jnp.arange(metric.shape[-1]) < held_len[..., None]).reshape(*table.shape, -1)
     old = cache.metric.at[table].get(mode="fill", fill_value=0)
-    new = metric.reshape(held.shape) + (old if grows else 0)
+    new = metric.reshape(held.shape) + (0 if before is None else old * before)
     pool = cache.metric.at[table].set(jnp.where(held, new, old), mode="drop")
     return dataclasses.replace(cache, metric=pool)
 
@@ -222,6 +235,7 @@ def compress_slots(
         keep_blocks,
         protected=method.protected,
         sinks=method.sinks,
+        method=None if method.is_plain else method,
         max_kvs_per_step=max_kvs_per_step,
     )
 
@@ -253,9 +267,11 @@ def decode_step(
     """
     cache, ok = begin_append(cache, active)
     active = active & ok
-    accumulate = method.observation is not None and method.observation.accumulate
+    observation = method.observation
     # Slots that do not run hold nothing as far as attention goes: no work, no change of metrics.
     context_len = jnp.where(active[:, None, None], cache.context_len, 0)
+    accumulate = observation is not None and observation.accumulate
+    position = jnp.maximum(cache.seq_len - 1, 0)
     works = plan_paged_attention(
         jnp.moveaxis(context_len, 1, 0),
         cache.k,
@@ -273,13 +289,22 @@ def decode_step(
         call = functools.partial(
             paged_attention, q[:, 0], k_pool, v_pool, table, lengths, work=work
         )
-        if accumulate:
-            out, metric = call(metric=metric, return_metric=True, observed=observed)
+        if observation is not None and observation.accumulate:
+            if observation.decode_decay != 1:
+                touched = active if observed is None else active & observed
+                rows = jnp.where(touched[:, None, None], table, cache.num_blocks)
+                metric = decay_metrics(metric, rows, observation.decode_decay)
+            out, metric = call(
+                metric=metric, return_metric=True, power=observation.power, observed=observed
+            )
         else:
             out = cast(jax.Array, call())
+        if observation is not None and observation.intrinsic:
+            newest = newest_metric(method, layer, k[:, 0], position)
+            metric = write_newest(metric, table, lengths, newest, active)
         return (k_pool, v_pool, metric), out[:, None].astype(q.dtype), None
 
-    positions = jnp.maximum(cache.seq_len - 1, 0)[:, None]
+    positions = position[:, None]
     hidden, (k_pool, v_pool, metric), _ = forward(
         config, params, tokens[:, None], positions, attend, (cache.k, cache.v, cache.metric)
     )

@@ -2,11 +2,20 @@
 
 import difflib
 
-from kvjax.cache.methods import full, kv_compress
-from kvjax.cache.methods.base import Method, Observation
+from kvjax.cache.methods import (
+    full,
+    h2o,
+    key_norm,
+    kv_compress,
+    pyramidkv,
+    random,
+    snapkv,
+    streaming_llm,
+)
+from kvjax.cache.methods.base import Allocation, Method, Observation
 from kvjax.errors import UserError
 
-_MODULES = (full, kv_compress)
+_MODULES = (full, random, streaming_llm, h2o, snapkv, pyramidkv, kv_compress, key_norm)
 
 METHODS: dict[str, Method] = {
     method.name: method for module in _MODULES for method in module.METHODS
@@ -25,4 +34,4 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Method", "Observation", "get_method"]
+__all__ = ["METHODS", "Allocation", "Method", "Observation", "get_method"]

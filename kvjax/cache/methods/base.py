@@ -1,36 +1,107 @@
-"""How a compression method states itself: as data, so that any step can be compiled from it."""
+"""How a compression method states itself: as data, so that any step can be compiled from it.
+
+A method is an `Observation` (what each KV's metric is), an `Allocation` (how many blocks each head
+keeps), a selection (unit, scope, protection) and, if it has them, `Representatives`. All of it is
+frozen and hashable: steps take a method as a static argument.
+"""
 
 import dataclasses
+from typing import Literal
 
-from kvjax.cache.metrics import GroupReduction
+from kvjax.cache.metrics import GroupReduction, PoolKind
+
+Source = Literal["attention", "position", "random", "key-norm"]
+Runs = Literal["prefill", "both"]
+Evidence = Literal["P", "C", "R", "A", "U", "own"]
+
+
+def _check(name: str, value: float, good: bool, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"{name}: got {value}, wanted {wanted}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """Which attention a method looks at and how it becomes one metric per KV."""
+    """What a method looks at and how it becomes one metric per KV; low metrics are evicted."""
 
     window: int | None
     """Last queries of the prompt that are observed; None for all of them."""
     power: int = 2
     """1 sums the attention, 2 its squares."""
     pool: int = 7
-    """Width of the max-pooling over neighbouring keys, per query head; 1 for none."""
+    """Width of the pooling over neighbouring keys; 1 for none."""
+    pool_kind: PoolKind = "max"
+    pool_window: bool = True
+    """Whether the keys of the observed window itself take part in pooling."""
+    group_first: bool = False
+    """Join the query heads before pooling; otherwise each query head is pooled by itself."""
     group: GroupReduction = "sum"
-    """How the query heads of a KV head are joined, after pooling."""
+    """How the query heads of a KV head are joined."""
     excluded_distance: int = 0
     """A key–query pair counts only if they are at least so many tokens apart."""
+    query_decay: float = 1.0
+    """A query n tokens before the last one counts this to the power of n."""
     accumulate: bool = False
-    """Whether decode steps add their squared attention to the metric."""
+    """Whether decode steps add their attention to the metric, in the same power."""
+    decode_decay: float = 1.0
+    """Factor of all metrics before each decode step adds to them; 0 keeps the last step alone."""
+    source: Source = "attention"
+    """Whether the metric is attention at all, or follows from a KV's position, a seed or its
+    key's norm alone; it is then given to every KV, also to those written while decoding."""
+    seed: int = 0
+    """Of the random source."""
 
     def __post_init__(self):
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window: got {self.window}, wanted at least 1 or None")
-        if self.power not in (1, 2):
-            raise ValueError(f"power: got {self.power}, wanted 1 or 2")
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise ValueError(f"pool: got {self.pool}, wanted an odd number of at least 1")
-        if self.excluded_distance < 0:
-            raise ValueError(f"excluded_distance: got {self.excluded_distance}, wanted at least 0")
+        _check("window", self.window or 1, self.window is None or self.window >= 1, "1 or more")
+        _check("power", self.power, self.power in (1, 2), "1 or 2")
+        _check("pool", self.pool, self.pool >= 1 and self.pool % 2 == 1, "an odd number from 1 on")
+        for field in ("query_decay", "decode_decay"):
+            value = getattr(self, field)
+            _check(field, value, 0 <= value <= 1, "0 to 1")
+        _check(
+            "excluded_distance", self.excluded_distance, self.excluded_distance >= 0, "at least 0"
+        )
+
+    @property
+    def intrinsic(self) -> bool:
+        """Whether the metric needs no queries."""
+        return self.source != "attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """How the blocks that a sequence may keep are split over its layers and heads.
+
+    A sequence keeps the same number of blocks whatever the allocation, except where `exact` is
+    False. Shares in tokens become blocks by the divisor method of Webster: the next block goes to
+    the layer (then to the head) with the largest share / (blocks so far + ½), ties to the lowest
+    index. Every head keeps what it protects and at least one block.
+    """
+
+    layers: Literal["global", "uniform", "pyramid", "weights"] = "global"
+    """global: the cheapest blocks go, wherever they are; uniform: each layer keeps as much;
+    pyramid: linearly less from layer to layer; weights: in proportion to `weights`."""
+    heads: Literal["cheapest", "uniform", "ada"] = "cheapest"
+    """Within a layer. cheapest: the cheapest blocks of the layer go; uniform: each head keeps as
+    much; ada: Ada-KV's split by where the layer's largest metrics are. Ignored if global."""
+    beta: int = 20
+    """Pyramid: the last layer keeps about 1/beta of the mean."""
+    exact: bool = True
+    """Pyramid: False for the authors' floored step, which keeps more than the cap says."""
+    floor: float = 0.0
+    """Share of a uniform split that every head keeps at least (ada: Ada-KV's α)."""
+    weights: tuple[float, ...] = ()
+    """Relative cache size of each layer."""
+
+    def __post_init__(self):
+        _check("beta", self.beta, self.beta >= 1, "at least 1")
+        _check("floor", self.floor, 0 <= self.floor <= 1, "0 to 1")
+        _check("exact", self.exact, self.exact or self.layers == "pyramid", "True but for pyramid")
+
+    @property
+    def overruns(self) -> bool:
+        """Whether a sequence may keep more blocks than its cap stands for."""
+        return not self.exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +116,41 @@ class Method:
     """Newest token positions that are never evicted."""
     sinks: int = 0
     """Oldest token positions that are never evicted."""
+    protected_share: float = 0.0
+    """Share of the cap that is kept for the newest tokens, if that is more than `protected`."""
+    allocation: Allocation = Allocation()
+    unit: int = 1
+    """Token positions that stay or go together, as aligned pages; 1 for single KVs. A page's
+    metric is the sum over its evictable KVs. The last page that goes may be cut, because heads
+    keep whole blocks."""
+    shared: bool = False
+    """Whether all heads of a layer keep the same tokens, by the mean of their metrics."""
+    per_age: bool = False
+    """Whether metrics are divided by the number of queries that could see the KV."""
+    runs: Runs = "prefill"
+    """both: decoding goes on measuring, so it is meant to be compressed again while it decodes."""
+    query_aware: bool = True
+    """Whether what is kept depends on the prompt's last tokens more than on the others."""
+    evidence: Evidence = "own"
+    """Where the rule comes from: P paper, C authors' code, R others' code, A abstract, U
+    unverified."""
 
     def __post_init__(self):
         for field in ("protected", "sinks"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field}: got {getattr(self, field)}, wanted at least 0")
+            _check(field, getattr(self, field), getattr(self, field) >= 0, "at least 0")
+        share = self.protected_share
+        _check("protected_share", share, 0 <= share <= 1, "0 to 1")
+        _check("unit", self.unit, self.unit >= 1, "at least 1")
 
     @property
     def compresses(self) -> bool:
         return self.observation is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the block eviction of KV-Compress: global, single KVs, each head alone."""
+        return (
+            self.allocation == Allocation()
+            and self.unit == 1
+            and not (self.shared or self.per_age or self.protected_share)
+        )

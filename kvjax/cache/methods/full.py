@@ -2,4 +2,4 @@
 
 from kvjax.cache.methods.base import Method
 
-METHODS = (Method("full", "keeps every KV", observation=None),)
+METHODS = (Method("full", "keeps every KV", observation=None, runs="both", query_aware=False),)

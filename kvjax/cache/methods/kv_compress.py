@@ -16,6 +16,8 @@ def _windowed(name: str, window: int, power: int, **observation) -> Method:
         + (", decode steps add to it" if observation.get("accumulate") else ""),
         Observation(window=window, power=power, **observation),
         protected=window,
+        runs="both" if observation.get("accumulate") else "prefill",
+        evidence="C",
     )
 
 
@@ -29,6 +31,8 @@ METHODS = (
         "squared attention of every query at least 10 tokens later, global block budget",
         Observation(window=None, power=2, pool=1, excluded_distance=10),
         protected=32,
+        query_aware=False,
+        evidence="C",
     ),
     _windowed("kv-compress-continual", 32, 2, accumulate=True),
 )

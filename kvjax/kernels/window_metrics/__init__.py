@@ -22,10 +22,11 @@ def window_metrics(
     key_position: Int32[Array, " T"] | Int32[Array, "T H"] | None = None,
     power: int = 2,
     excluded_distance: int = 0,
+    query_weight: Float[Array, " w"] | None = None,
     scale: float | None = None,
     query_block: int | None = None,
 ) -> Float[Array, "Hr T"]:
-    """Σ over the queries of p^power, p the softmax of one query over all keys it may see.
+    """Σ over the queries of weight · p^power, p the softmax of one query over all keys it may see.
 
     Source: KV-Compress, equations 6–10 and 19 before pooling and the sum over the query group.
 
@@ -37,6 +38,7 @@ def window_metrics(
             0 … T−1 by default. A query sees the keys up to its own position.
         power: 1 (sum) or 2 (sum of squares).
         excluded_distance: a pair counts only if query − key ≥ this.
+        query_weight: what each query counts; 1 by default.
         scale: factor of the logits, 1/√d by default.
         query_block: queries handled at once (static); by default as many as memory allows.
 
@@ -57,6 +59,7 @@ def window_metrics(
         key_position=key_position,
         power=power,
         excluded_distance=excluded_distance,
+        query_weight=query_weight,
         scale=1 / math.sqrt(d) if scale is None else scale,
         query_block=query_block,
     )

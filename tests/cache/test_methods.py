@@ -1,0 +1,157 @@
+"""Every method keeps what an independent selection keeps, on its way in and in the pool.
+
+`tests.oracle.methods` knows the rules by heart and shares no code with kvjax.
+"""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as kv
+from kvjax.cache.methods import METHODS, Method, Observation, get_method
+from kvjax.cache.observe import observe_prompt
+from tests.oracle.methods import KEEPS, Prompt
+
+L, H, R, D, T, B = 3, 2, 2, 8, 72, 4
+M = T // B
+
+
+def empty() -> kv.PagedCache:
+    return kv.init_cache(
+        num_slots=2,
+        num_layers=L,
+        num_kv_heads=H,
+        head_dim=D,
+        num_blocks=L * H * M,
+        max_blocks_per_head=M,
+        block_size=B,
+    )
+
+
+@cache
+def observer(name: str):
+    method = get_method(name)
+
+    @jax.jit
+    def observe(q, k, v, length):
+        def one(inputs):
+            layer, q, k, v = inputs
+            return observe_prompt(method, layer, q, k, v, length)
+
+        return jax.lax.map(one, (jnp.arange(L), q, k, v))
+
+    return observe
+
+
+def selection(method: Method) -> Method:
+    """What of a method matters once metrics are there: many methods share one compiled program."""
+    plain = Observation(window=None) if method.compresses else None
+    return dataclasses.replace(
+        method, name="", summary="", observation=plain, protected=0, sinks=0,
+        runs="prefill", query_aware=True, evidence="own",
+    )  # fmt: skip
+
+
+@cache
+def compressor(method: Method):
+    """Both ways to compress a prompt, compiled once for all prompts and budgets."""
+
+    @jax.jit
+    def both(k, v, metric, length, keep, protected, sinks):
+        options = {"protected": protected, "sinks": sinks, "method": method}
+        slot = jnp.int32(1)
+        direct, report, ok = kv.write_survivors(
+            empty(), slot, k, v, metric, length, keep, **options
+        )
+        whole, written = kv.write_prompt(empty(), slot, k, v, metric, length)
+        whole, later = kv.compress(whole, slot[None], keep[None], max_kvs_per_step=T * H, **options)
+        return direct, whole, report, later, ok & written
+
+    return both
+
+
+@cache
+def inputs(kind: str, length: int, cap: int, seed: int) -> tuple[np.ndarray, np.ndarray, Prompt]:
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((L, T, H * R, D)).astype(np.float32)
+    k = rng.standard_normal((L, T, H, D)).astype(np.float32)
+    if kind == "ties":  # every key is the same to every query
+        k[:] = k[:, :1]
+    elif kind == "peaks":  # a few keys take nearly everything, the rest next to nothing
+        q = np.abs(q)
+        k = np.where(rng.random((L, T, H, 1)) < 0.1, 6, -1).astype(np.float32) + k / 8
+    elif kind == "one head":  # all of a layer's attention mass sits far back in one head only
+        q = np.abs(q)
+        k[:, :16, 0] = 4
+    q[:, length:], k[:, length:] = 1e4, -1e4  # padding must not matter
+    return q, k, Prompt(q[:, :length], k[:, :length], cap, B)
+
+
+CASES = [
+    ("random", 70, 12),
+    ("random", 61, 24),
+    ("random", 72, 4),  # one block per head
+    ("random", 40, 40),  # the cap is the prompt
+    ("random", 41, 40),  # the cap is one token less, the last block is ragged
+    ("random", 33, 8),  # the cap is the usual window
+    ("random", 5, 4),  # shorter than any window
+    ("random", 1, 4),
+    ("ties", 70, 16),
+    ("ties", 9, 8),
+    ("peaks", 69, 12),
+    ("peaks", 71, 36),
+    ("one head", 67, 20),
+]
+
+
+def positions(cache: kv.PagedCache, slot: int) -> dict[tuple[int, int], list[int]]:
+    table, count, position = (
+        np.asarray(x) for x in (cache.block_table, cache.context_len, cache.position)
+    )
+    return {
+        (layer, head): sorted(
+            int(position[table[slot, layer, head, i // B], i % B])
+            for i in range(count[slot, layer, head])
+        )
+        for layer in range(L)
+        for head in range(H)
+    }
+
+
+def test_the_oracle_knows_every_method():
+    assert set(KEEPS) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_keeps_what_the_oracle_keeps(name):
+    method = get_method(name)
+    for seed, (kind, length, cap) in enumerate(CASES):
+        q, k, prompt = inputs(kind, length, cap, seed)
+        keep = kv.budget_blocks(cap, L, H, B)
+        if not method.compresses:
+            keep = L * H * M
+        length, v = np.int32(length), np.ones_like(k)
+        numbers = (length, np.int32(keep), np.int32(method.protected), np.int32(method.sinks))
+        direct, whole, report, later, ok = compressor(selection(method))(
+            k, v, observer(name)(q, k, v, length), *numbers
+        )
+        assert ok
+        want = KEEPS[name](prompt)
+        case = f"{name}: {kind}, {length} tokens, cap {cap}"
+        assert positions(direct, 1) == want, case
+        assert positions(whole, 1) == want, f"{case}, in the pool"
+        assert np.array_equal(report.freed, later.freed)
+        kv.check_invariants(direct)
+        kv.check_invariants(whole)
+        held = -(-np.asarray(direct.context_len[1]) // B)
+        over = held.sum() - min(keep, L * H * -(-length // B))
+        if method.allocation.overruns:
+            continue
+        assert int(report.shortfall[0]) == max(0, over)
+        if length > cap:
+            guarded = min(length, method.protected + method.sinks)
+            assert over <= 0 or (held == max(1, -(-guarded // B))).all(), case
