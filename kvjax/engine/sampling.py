@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from kvjax.errors import UserError
 
+MAX_LOGPROBS = 20
+"""Most of the likeliest tokens whose log-probabilities can be asked for."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -28,6 +31,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """The text ends before the first of these."""
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """Report the log-probability of each token, and of so many of the likeliest (at most 20)."""
+    detokenize: bool = True
+    """Turn tokens into text; without it there are no stop texts either."""
 
     def __post_init__(self):
         checks = {
@@ -38,6 +45,10 @@ class SamplingParams:
             "max_tokens": (self.max_tokens >= 1, "a whole number of at least 1"),
             "seed": (0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
             "stop": (all(self.stop), "texts that are not empty"),
+            "logprobs": (
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"a whole number from 0 to {MAX_LOGPROBS}",
+            ),
         }
         for name, (fits, wanted) in checks.items():
             if not fits:

@@ -1,0 +1,137 @@
+"""What an operator asks of an engine, as a dict and as Prometheus text."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvjax.engine.request import RequestStats
+from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.worker import Worker
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+PHASES = ("prefill", "compress", "decode")
+
+
+class EngineMetrics:
+    """Counters, gauges and histograms of one engine, in a registry of their own."""
+
+    def __init__(self, num_blocks: int):
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, help_: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"kvjax_{name}", help_, labels, registry=registry)
+
+        def gauge(name: str, help_: str) -> Gauge:
+            return Gauge(f"kvjax_{name}", help_, registry=registry)
+
+        def histogram(name: str, help_: str) -> Histogram:
+            return Histogram(f"kvjax_{name}", help_, registry=registry, buckets=_SECONDS)
+
+        self.requests = counter("requests", "Requests accepted")
+        self._ended = counter("requests_ended", "Requests ended, by reason", ("reason",))
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens prefilled, again included")
+        self._output_tokens = counter("output_tokens", "Tokens generated")
+        self._evicted = counter("evicted_blocks", "Blocks evicted, or never written")
+        self._compressions = counter("compressions", "Compressions of running sequences")
+        self.preemptions = counter("preemptions", "Requests preempted")
+        self._seconds = counter("seconds", "Seconds, by phase; host is what is left", ("phase",))
+        self._rounds = counter("rounds", "Rounds of the engine")
+        self._decode_steps = counter("decode_steps", "Decode steps")
+        self._waiting = gauge("requests_waiting", "Requests in the queue")
+        self._running = gauge("requests_running", "Requests that decode")
+        self._largest = gauge("batch_largest", "Most sequences of a decode step so far")
+        self._used = gauge("blocks_used", "Blocks in use")
+        self._free = gauge("blocks_free", "Blocks free")
+        self._peak = gauge("blocks_peak", "Most blocks in use so far")
+        self._compiled = gauge("compiled_steps", "Steps compiled")
+        self._compile_seconds = gauge("compile_seconds", "Seconds of compilation")
+        self._first = histogram("time_to_first_token_seconds", "Arrival to first token")
+        self._each = histogram("time_per_output_token_seconds", "Between tokens after the first")
+        self._whole = histogram("request_seconds", "Arrival to end")
+        self._num_blocks = num_blocks
+        self._free.set(num_blocks)
+        self._largest_batch = self._peak_used = 0
+        self._in_phases = 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
+        """Time spent on "prefill", "compress" or "decode", waiting for the device included."""
+        start = clock()
+        yield
+        seconds = clock() - start
+        self._in_phases += seconds
+        self._seconds.labels(name).inc(seconds)
+
+    @contextlib.contextmanager
+    def round(self, clock: Callable[[], float]) -> Iterator[None]:
+        """One round of the engine; what its phases leave is the host's."""
+        start, self._in_phases = clock(), 0.0
+        yield
+        self._rounds.inc()
+        self._seconds.labels("host").inc(max(0.0, clock() - start - self._in_phases))
+
+    def visited(self, tokens: np.ndarray) -> None:
+        """A visit that yielded `tokens` [n, G], −1 where a sequence did not run."""
+        batch = (tokens >= 0).sum(axis=1)
+        self._output_tokens.inc(int(batch.sum()))
+        self._decode_steps.inc(int((batch > 0).sum()))
+        self._largest_batch = max(self._largest_batch, int(batch.max(initial=0)))
+
+    def prefilled(self, num_tokens: int) -> None:
+        """A prompt of so many tokens was started; its first token is one more generated."""
+        self._prompt_tokens.inc(num_tokens)
+        self._output_tokens.inc()
+
+    def evicted(self, blocks: int) -> None:
+        """A prompt was written with so many blocks fewer than it had whole."""
+        self._evicted.inc(blocks)
+
+    def compressed(self, sequences: int, blocks: int) -> None:
+        """So many running sequences gave back so many blocks together."""
+        self._compressions.inc(sequences)
+        self._evicted.inc(blocks)
+
+    def ended(
+        self, reason: str | None, stats: RequestStats | None = None, num_tokens: int = 0
+    ) -> None:
+        """A request ended."""
+        self._ended.labels(reason).inc()
+        if stats is None:
+            return
+        if stats.time_to_first_token is not None:
+            self._first.observe(stats.time_to_first_token)
+        each = stats.time_per_output_token(num_tokens)
+        if each is not None:
+            self._each.observe(each)
+        if stats.finished is not None:
+            self._whole.observe(stats.finished - stats.arrival)
+
+    def observe(self, scheduler: Scheduler, worker: Worker) -> None:
+        """Bring the gauges up to date."""
+        used = self._num_blocks - scheduler.free
+        self._peak_used = max(self._peak_used, used)
+        self._waiting.set(len(scheduler.waiting) + (scheduler.prefilling is not None))
+        self._running.set(len(scheduler.running))
+        self._largest.set(self._largest_batch)
+        self._used.set(used)
+        self._free.set(scheduler.free)
+        self._peak.set(self._peak_used)
+        self._compiled.set(len(worker.compilations))
+        self._compile_seconds.set(sum(worker.compilations.values()))
+
+    def as_dict(self) -> dict[str, float]:
+        """Every sample by name; labels follow in braces as Prometheus writes them."""
+        samples = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
+                samples[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+        return samples
+
+    def prometheus(self) -> str:
+        """The text that a Prometheus server scrapes."""
+        return generate_latest(self.registry).decode()

@@ -1,0 +1,179 @@
+"""One request on its way through the engine, and what its caller sees of it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from kvjax.cache import CompressionConfig, budget_blocks
+from kvjax.cache.methods import Method
+from kvjax.engine.sampling import SamplingParams
+from kvjax.models.config import LlamaConfig
+
+FinishReason = Literal["eos", "stop", "length", "abort", "pool", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities at one position, before temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens, descending."""
+
+
+@dataclasses.dataclass
+class RequestStats:
+    """Times in seconds on the engine's clock, and what happened to the cache."""
+
+    arrival: float = 0.0
+    admitted: float | None = None
+    """When its first prefill began."""
+    first_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+    blocks_before: int = 0
+    """Blocks that the whole prompt would have taken."""
+    blocks_after: int = 0
+    """Blocks that it took once compressed."""
+    kept: np.ndarray | None = None
+    """KVs that each head held then, [L, H]."""
+    shortfall: int = 0
+    """Blocks over the budget that could not be evicted."""
+    blocks_evicted_decoding: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    def time_per_output_token(self, num_tokens: int) -> float | None:
+        """Mean seconds between tokens after the first."""
+        if self.finished is None or self.first_token is None or num_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (num_tokens - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """What a request has yielded so far."""
+
+    request_id: str
+    prompt_token_ids: np.ndarray
+    token_ids: tuple[int, ...]
+    text: str
+    new_text: str
+    """The text since the request's last output."""
+    finish_reason: FinishReason | None
+    """None while it runs. "eos", "stop" (a stop text), "length" (max_tokens), "abort",
+    "pool" (blocks ran out and nothing could make room), "error"."""
+    error: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    stats: RequestStats
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request as the engine keeps it."""
+
+    id: str
+    order: int
+    """Requests are served in this order."""
+    prompt: np.ndarray
+    sampling: SamplingParams
+    compression: CompressionConfig
+    method: Method
+    budget: int | None
+    """Blocks it may keep when it is compressed; None if it never is."""
+    heads: int
+    """Layers × KV heads."""
+    block_size: int
+    on_output: Callable[[RequestOutput], None] | None = None
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    stats: RequestStats = dataclasses.field(default_factory=RequestStats)
+    slot: int | None = None
+    owned: int = 0
+    """Blocks that its slot holds, as last reported."""
+    longest: int = 0
+    """KVs of its longest head, as last reported."""
+    growth: int = 0
+    """Blocks it needs for the next visit, as last reported."""
+    since_compression: int = 0
+    """Tokens generated since it was last compressed."""
+    unevictable: int = 0
+    """Blocks over the budget that an attempt to admit it could not evict."""
+
+    @staticmethod
+    def budget_of(
+        model: LlamaConfig, compression: CompressionConfig, prompt_len: int, block_size: int
+    ) -> int | None:
+        """Blocks that a request with such a prompt may keep; None for all."""
+        cap = compression.cap(prompt_len, block_size)
+        if cap is None:
+            return None
+        return budget_blocks(cap, model.num_layers, model.num_kv_heads, block_size)
+
+    @property
+    def all_tokens(self) -> np.ndarray:
+        """What has to be prefilled: the prompt, and what was generated before a preemption."""
+        return np.concatenate([self.prompt, np.asarray(self.tokens, np.int32)])
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def compressed_first(self) -> bool:
+        """Whether its prompt is compressed before it decodes."""
+        return self.budget is not None and self.compression.on_prefill
+
+    def blocks_whole(self, num_tokens: int) -> int:
+        """Blocks of so many tokens with nothing evicted."""
+        return self.heads * -(-num_tokens // self.block_size)
+
+    def blocks_to_admit(self, chunk_in_pool: int = 0) -> int:
+        """Blocks that must be free before its prefill begins, room for its first visit included.
+
+        Args:
+            chunk_in_pool: tokens of a chunk, where its prompt is prefilled in the pool.
+        """
+        prompt = self.blocks_whole(self.length)
+        room = self.heads
+        if self.compressed_first:
+            assert self.budget is not None
+            room = max(room, self.heads * (-(-chunk_in_pool // self.block_size) + 1))
+            prompt = min(prompt, self.budget + self.unevictable)
+        return min(prompt + room, self.blocks_whole(self.length + self.remaining))
+
+    def blocks_to_finish(self, chunk_in_pool: int = 0) -> int:
+        """Blocks that it needs if it runs alone and everything is evicted that may be."""
+        to_admit = self.blocks_to_admit(chunk_in_pool)
+        if self.budget is None:
+            return self.blocks_whole(self.length + self.remaining)
+        whole = self.blocks_whole(self.length + self.remaining)
+        if self.compression.before_preemption:
+            growth = 1
+        elif self.compression.compress_every is not None:
+            growth = min(self.compression.compress_every, self.remaining)
+        else:
+            growth = self.remaining
+        start = self.budget
+        if not self.compression.on_prefill:
+            start = max(start, self.blocks_whole(self.length))
+        grown = start + self.heads * (-(-growth // self.block_size) + 1)
+        return max(to_admit, min(whole, grown))

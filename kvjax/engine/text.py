@@ -1,0 +1,59 @@
+"""From the tokens of a request to what its caller is told."""
+
+from collections.abc import Sequence
+
+from kvjax.engine.generate import StopStrings
+from kvjax.engine.request import Request, RequestOutput
+from kvjax.models.tokenizer import Tokenizer
+
+
+class RequestText:
+    """The text of one request, and how much of it has been told."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+        self._eos = frozenset() if tokenizer is None else tokenizer.eos_ids
+        self._decoder = None if tokenizer is None else tokenizer.stream()
+        self._stops = StopStrings(stop)
+        self._read = 0
+        self._ended = False
+        self.text = ""
+
+    def has_news(self, request: Request) -> bool:
+        """Whether the request has tokens, or an end, that its caller does not know of."""
+        return self._read < len(request.tokens) or (
+            request.finish_reason is not None and not self._ended
+        )
+
+    def tell(self, request: Request, now: float) -> RequestOutput:
+        """The request's next output, at time `now`. A stop text that is complete ends it."""
+        new = ""
+        if self._decoder is not None:
+            for token in request.tokens[self._read :]:
+                self._read += 1
+                if token in self._eos and not request.sampling.ignore_eos:
+                    break
+                new += self._stops.push(self._decoder.push(token))
+                if self._stops.found:
+                    request.finish_reason = "stop"
+                    del request.tokens[self._read :]
+                    del request.logprobs[self._read :]
+                    break
+        self._read = len(request.tokens)
+        if request.finish_reason is not None:
+            self._ended = True
+            request.stats.finished = now
+            if self._decoder is not None:
+                new += self._stops.push(self._decoder.flush()) + self._stops.flush()
+        self.text += new
+        logprobs = None if request.sampling.logprobs is None else tuple(request.logprobs)
+        return RequestOutput(
+            request.id,
+            request.prompt,
+            tuple(request.tokens),
+            self.text,
+            new,
+            request.finish_reason,
+            request.error,
+            logprobs,
+            request.stats,
+        )
