@@ -92,6 +92,18 @@ class LLM:
         self._job: PromptJob | None = None
         self._starts: list[tuple[PromptJob, StartReport]] = []
         self._compressed_in_vain = False
+        self._on_cpu = jax.default_backend() == "cpu"
+
+    def warm_up(self, prompt_lens: Sequence[int], logprobs: bool = False) -> None:
+        """Compile what prompts of these lengths need, with the engine's own compression settings.
+
+        Without it each step compiles when it is first needed, while requests wait.
+        """
+        for length in prompt_lens:
+            prompt = np.zeros(length, np.int32)
+            sampling = SamplingParams(max_tokens=max(1, min(2, self.max_len - length)))
+            request = self._checked(prompt, sampling, self.compression, "warm-up", -1)
+            self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
 
     # Requests
 
@@ -387,6 +399,10 @@ class LLM:
         """Put a prompt into its slot. What became of it is known after the visit."""
         request = job.request
         assert request.slot is not None
+        if self._on_cpu:
+            # There a dispatch waits for its inputs anyway; this way the time has the right name.
+            with self.metrics.phase("prefill", self.clock):
+                jax.block_until_ready(job.scores)
         with self.metrics.phase("compress", self.clock):
             report = self.worker.start(job, request.slot, self._num_top([request]))
         self._starts.append((job, report))
@@ -485,7 +501,7 @@ class LLM:
                 self._note_tokens(request, tokens, visit.scores, column)
                 if not visit.active[column]:
                     self._ended(request)
-        self.metrics.visited(visit.tokens)
+        self.metrics.visited(visit.tokens, visit.kvs, self._heads)
         self._sweep()
         if not visit.ok:
             self._make_room(progress)

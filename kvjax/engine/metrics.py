@@ -39,6 +39,7 @@ class EngineMetrics:
         self._seconds = counter("seconds", "Seconds, by phase; host is what is left", ("phase",))
         self._rounds = counter("rounds", "Rounds of the engine")
         self._decode_steps = counter("decode_steps", "Decode steps")
+        self._kvs_read = counter("kvs_read", "KVs that decode steps attended to")
         self._waiting = gauge("requests_waiting", "Requests in the queue")
         self._running = gauge("requests_running", "Requests that decode")
         self._largest = gauge("batch_largest", "Most sequences of a decode step so far")
@@ -72,9 +73,14 @@ class EngineMetrics:
         self._rounds.inc()
         self._seconds.labels("host").inc(max(0.0, clock() - start - self._in_phases))
 
-    def visited(self, tokens: np.ndarray) -> None:
-        """A visit that yielded `tokens` [n, G], −1 where a sequence did not run."""
-        batch = (tokens >= 0).sum(axis=1)
+    def visited(self, tokens: np.ndarray, kvs: np.ndarray, heads: int) -> None:
+        """A visit that yielded `tokens` [n, G], −1 where a sequence did not run.
+
+        Each sequence holds `kvs` [G] KVs over its `heads` heads at the end.
+        """
+        ran = tokens >= 0
+        batch, steps = ran.sum(axis=1), ran.sum(axis=0)
+        self._kvs_read.inc(int((steps * (kvs - heads * (steps - 1) / 2)).sum()))
         self._output_tokens.inc(int(batch.sum()))
         self._decode_steps.inc(int((batch > 0).sum()))
         self._largest_batch = max(self._largest_batch, int(batch.max(initial=0)))

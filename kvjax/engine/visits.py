@@ -275,6 +275,8 @@ class VisitReport:
     active: Bool[Array, " G"]
     owned: Int32[Array, " G"]
     """Blocks of each sequence over all its heads."""
+    kvs: Int32[Array, " G"]
+    """KVs of each sequence over all its heads."""
     longest: Int32[Array, " G"]
     """KVs of its longest head."""
     growth: Int32[Array, " G"]
@@ -362,6 +364,7 @@ def decode_visit(
         tokens,
         rows.active,
         jnp.sum(owned, axis=(1, 2)),
+        jnp.sum(context_len, axis=(1, 2)),
         jnp.max(context_len, axis=(1, 2)),
         jnp.sum(grown - owned, axis=(1, 2)),
         free_blocks(part),

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.cache import PagedCache, free_blocks, init_cache
-from kvjax.cache.methods import Method
+from kvjax.cache.methods import METHODS, Method
 from kvjax.engine import steps, visits
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.request import Request
@@ -33,13 +33,27 @@ _VISIT = jax.jit(visits.decode_visit, static_argnums=(0, 1, 2, 3), donate_argnum
 _COMPRESS = jax.jit(visits.compress_some, static_argnums=(0, 1, 2), donate_argnums=3)
 _EMPTY = jax.jit(visits.empty, donate_argnums=(0, 1))
 
+COMPRESS_BASE = 4
+"""Compressions are rare: their sizes are rounded more coarsely, so that fewer are compiled."""
+
 NO_BUDGET = 2**31 - 1
 """Blocks to keep where nothing is to be evicted."""
 
 
-def bucket_of(size: int, most: int) -> int:
-    """The power of two that holds `size`, and never more than `most`."""
-    return min(1 << max(0, size - 1).bit_length(), most)
+def bucket_of(size: int, most: int, base: int = 2) -> int:
+    """The power of `base` that holds `size`, and never more than `most`."""
+    bucket = 1
+    while bucket < size:
+        bucket *= base
+    return min(bucket, most)
+
+
+def buckets_upto(most: int, base: int = 2) -> list[int]:
+    """Every value of `bucket_of` for sizes up to `most`."""
+    found = [bucket_of(1, most, base)]
+    while found[-1] < most:
+        found.append(bucket_of(found[-1] + 1, most, base))
+    return found
 
 
 @dataclasses.dataclass(eq=False)
@@ -205,8 +219,9 @@ class Worker:
             most: KVs sorted at once.
             longest: no head of theirs holds more KVs.
         """
-        group = bucket_of(len(slots), self.config.max_batch)
-        columns = bucket_of(-(-longest // self.config.block_size), self.cache.max_blocks)
+        group = bucket_of(len(slots), self.config.max_batch, COMPRESS_BASE)
+        width = -(-longest // self.config.block_size)
+        columns = bucket_of(width, self.cache.max_blocks, COMPRESS_BASE)
         keeps = np.zeros(group, np.int32)
         keeps[: len(keep)] = keep
         self.cache, freed = self._run(
@@ -220,6 +235,27 @@ class Worker:
         marked = np.zeros(self.config.max_batch, bool)
         marked[list(slots)] = True
         self.cache, self.state = self._run("empty", _EMPTY, self.cache, self.state, marked)
+
+    def warm_up(self, request: Request, num_top: int | None = None) -> None:
+        """Compile every step that requests like this one need, by running each on nothing."""
+        outside = self.config.max_batch
+        job = self.begin(request)
+        if not job.in_pool:
+            while job.next_chunk:
+                self.advance(job)
+            # A slot that does not exist refuses the prompt.
+            self.start(job, outside, num_top)
+        method = request.method if observes_decoding(request.method) else METHODS["full"]
+        for group in buckets_upto(self.config.max_batch):
+            self.visit([outside] * group, 0, method, num_top)
+        if request.budget is not None:
+            most = request.compression.max_kvs_per_step
+            for group in buckets_upto(self.config.max_batch, COMPRESS_BASE):
+                for width in buckets_upto(self.cache.max_blocks, COMPRESS_BASE):
+                    longest = width * self.config.block_size
+                    slots = [outside] * group
+                    self.compress(slots, slots, request.method, most, longest)
+        self.empty([])
 
     def _padded(self, slots: Sequence[int], group: int) -> np.ndarray:
         """The slots, and one out of range for the rest."""

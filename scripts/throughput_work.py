@@ -1,0 +1,121 @@
+"""What scripts/throughput.py serves: prompts of one length, or the arrivals of a trace."""
+
+import csv
+import dataclasses
+import datetime
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.errors import UserError
+
+REPEATED = "hello"
+"""The word that the papers' prompts repeat."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request of a trace."""
+
+    seconds: float
+    """After the first."""
+    input_len: int
+    output_len: int
+
+
+def source_tokens(tokenizer: Any, prompt_file: str | None) -> np.ndarray:
+    """Tokens of the text that prompts are cut from: a file, or Python's own documentation."""
+    if prompt_file is None:
+        from pydoc_data.topics import topics
+
+        text = "\n\n".join(topics.values())
+    else:
+        try:
+            text = _opened(prompt_file).read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read --prompt-file {prompt_file}: {error}") from error
+    tokens = np.asarray(tokenizer.encode(text), np.int32)
+    if len(tokens) < 2:
+        raise UserError(f"--prompt-file {prompt_file} is too short: give a text of some pages")
+    return tokens
+
+
+def prompts_of(source: np.ndarray, lengths: list[int], seed: int) -> list[np.ndarray]:
+    """A prompt of each length, each from another place of the text (which starts anew at its end).
+
+    With one token as the source every prompt repeats it.
+    """
+    starts = np.random.default_rng(seed).integers(0, len(source), len(lengths))
+    return [
+        np.take(source, np.arange(start, start + length), mode="wrap").astype(np.int32)
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+def read_trace(name: str, limit: int) -> list[Arrival]:
+    """The first `limit` requests of a trace.
+
+    Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), Mooncake's JSONL (timestamp in
+    milliseconds, input_length, output_length), or a CSV with prompt_tokens and output_tokens and
+    no times. A name that ends in .gz is unpacked.
+
+    Raises:
+        UserError: it cannot be read, or a row is malformed (names the row).
+    """
+    rows: list[Arrival] = []
+    number = 0
+    try:
+        with _opened(name) as file:
+            jsonl = name.removesuffix(".gz").endswith((".jsonl", ".json"))
+            records = map(json.loads, file) if jsonl else csv.DictReader(file)
+            for number, record in enumerate(records, 1):
+                rows.append(_arrival(record))
+                if len(rows) == limit:
+                    break
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(f"--trace {name}, row {number + (not rows)}: {error!r}") from error
+    except OSError as error:
+        raise UserError(f"cannot read --trace {name}: {error}") from error
+    if not rows:
+        raise UserError(f"--trace {name} has no rows")
+    first = rows[0].seconds
+    return [dataclasses.replace(row, seconds=row.seconds - first) for row in rows]
+
+
+def _opened(name: str) -> Any:
+    if name.endswith(".gz"):
+        return io.TextIOWrapper(gzip.open(Path(name), "rb"), encoding="utf-8")
+    return open(name, encoding="utf-8")
+
+
+def _arrival(record: dict[str, Any]) -> Arrival:
+    if "ContextTokens" in record:
+        when = datetime.datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
+        return Arrival(when, int(record["ContextTokens"]), int(record["GeneratedTokens"]))
+    if "input_length" in record:
+        seconds = float(record["timestamp"]) / 1000
+        return Arrival(seconds, int(record["input_length"]), int(record["output_length"]))
+    if "prompt_tokens" in record:
+        return Arrival(0.0, int(record["prompt_tokens"]), int(record["output_tokens"]))
+    names = {"prompt": "num_prefill_tokens", "output": "num_decode_tokens"}
+    return Arrival(0.0, int(record[names["prompt"]]), int(record[names["output"]]))
+
+
+def at_rate(arrivals: list[Arrival], per_second: float | None, seed: int) -> list[Arrival]:
+    """The arrivals at a mean rate: the trace's own gaps scaled, or random ones if it has none."""
+    if per_second is None:
+        return arrivals
+    if per_second <= 0:
+        raise UserError(f"--request-rate {per_second}: give a number above 0")
+    span = arrivals[-1].seconds
+    if span > 0:
+        scale = (len(arrivals) - 1) / per_second / span
+        times = [row.seconds * scale for row in arrivals]
+    else:
+        gaps = np.random.default_rng(seed).exponential(1 / per_second, len(arrivals))
+        times = (np.cumsum(gaps) - gaps[0]).tolist()
+    return [dataclasses.replace(row, seconds=t) for row, t in zip(arrivals, times, strict=True)]
