@@ -355,9 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
             works = [([row.input_len for row in arrivals], arrivals)]
         for lengths, arrivals in works:
             for rate in options.rate:
-                row = measure(
-                    model, options, rate, lengths, arrivals, source, limits, progress
-                )
+                row = measure(model, options, rate, lengths, arrivals, source, limits, progress)
                 rows.append(row)
                 line = json.dumps(row)
                 if options.out:

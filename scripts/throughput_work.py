@@ -72,12 +72,13 @@ def read_trace(name: str, limit: int) -> list[Arrival]:
         with _opened(name) as file:
             jsonl = name.removesuffix(".gz").endswith((".jsonl", ".json"))
             records = map(json.loads, file) if jsonl else csv.DictReader(file)
-            for number, record in enumerate(records, 1):
+            for record in records:
+                number += 1
                 rows.append(_arrival(record))
                 if len(rows) == limit:
                     break
     except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"--trace {name}, row {number + (not rows)}: {error!r}") from error
+        raise UserError(f"--trace {name}, row {max(number, 1)}: {error!r}") from error
     except OSError as error:
         raise UserError(f"cannot read --trace {name}: {error}") from error
     if not rows:

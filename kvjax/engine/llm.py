@@ -297,9 +297,7 @@ class LLM:
 
         return outputs()
 
-    def _add_all(
-        self, prompts, sampling, compression, on_output
-    ) -> list[str | RequestOutput]:
+    def _add_all(self, prompts, sampling, compression, on_output) -> list[str | RequestOutput]:
         """The id of each prompt's request, or its output where it was refused."""
         if len(prompts) == 0:
             raise UserError("there are no prompts: give at least one")
@@ -319,9 +317,7 @@ class LLM:
         )
         for number, (prompt, one_sampling, one_compression) in enumerate(rows):
             try:
-                name = self.add_request(
-                    prompt, one_sampling, one_compression, on_output=on_output
-                )
+                name = self.add_request(prompt, one_sampling, one_compression, on_output=on_output)
                 added.append(name)
             except UserError as error:
                 self.metrics.ended("error")
@@ -430,7 +426,9 @@ class LLM:
         # A prompt in the queue would only wait longer for its first token.
         limit = 1 if waits else self.config.steps_per_visit
         for request in every:
-            limit = min(limit, (request.compression.compress_every or 0) - request.since_compression)
+            limit = min(
+                limit, (request.compression.compress_every or 0) - request.since_compression
+            )
         observing = [r.method for r in running if observes_decoding(r.method)]
         with self.metrics.phase("decode", self.clock):
             report = self.worker.visit(

@@ -24,7 +24,7 @@ class MemoryPlan:
     tables: int
     """Block tables, context lengths, free mask and slot states."""
     scratch: int
-    """A prompt of `prefill_scratch` tokens with its metrics, once as it comes and once as a part."""
+    """A prompt of `prefill_scratch` tokens with its metrics, and one more chunk."""
     workspace: int
     """Activations of the largest step, as an estimate."""
     limit: int

@@ -184,7 +184,8 @@ class Worker:
             return report
         whole = not request.compressed_first
         keep = NO_BUDGET if whole else request.budget
-        assert keep is not None and job.prompt is not None
+        assert keep is not None
+        assert job.prompt is not None
         method = None if whole else request.method
         room = job.prompt.k.shape[1]
         self.cache, self.state, report = self._run(

@@ -1,0 +1,56 @@
+"""A small engine of fixed sizes for the tests: steps are compiled once for all of them."""
+
+import numpy as np
+
+from kvjax.cache import CompressionConfig, check_invariants
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.llm import LLM
+from kvjax.engine.request import RequestOutput
+from kvjax.engine.sampling import SamplingParams
+from kvjax.models import LoadedModel
+from kvjax.models.tokenizer import ByteTokenizer
+from tests.engine.conftest import TINY
+
+FULL = CompressionConfig(method="full")
+SMALL = CompressionConfig(max_cache_tokens=16, protected=8)
+"""A cache of 16 tokens' worth of KVs."""
+HEADS = TINY.num_layers * TINY.num_kv_heads
+ROOMY, TIGHT = 600, 100
+"""Pools in tokens: one in which everything fits, one in which it does not."""
+
+
+def make_llm(params, compression=FULL, pool_tokens=ROOMY, **config) -> LLM:
+    sizes = {"max_batch": 4, "max_len": 256, "block_size": 4, "steps_per_visit": 4}
+    sizes |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": pool_tokens}
+    model = LoadedModel(TINY, params, ByteTokenizer(), "random weights")
+    return LLM(model, compression, EngineConfig(**{**sizes, **config}))
+
+
+def prompts_of(*lengths: int) -> list[np.ndarray]:
+    """A random prompt of each length, the same one each time."""
+    return [
+        np.random.default_rng(n).integers(0, TINY.vocab_size, n).astype(np.int32) for n in lengths
+    ]
+
+
+def greedy(max_tokens: int = 12, **settings) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **settings)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.token_ids for output in outputs]
+
+
+def alone(params, prompts, sampling, compression=FULL) -> list[tuple[int, ...]]:
+    """The tokens of each prompt when nothing else runs."""
+    llm = make_llm(params, compression)
+    return [tokens_of(llm.generate([prompt], sampling))[0] for prompt in prompts]
+
+
+def assert_empty(llm: LLM) -> None:
+    """Nothing runs, no block is lost, and the cache is sound."""
+    assert not llm.has_unfinished()
+    assert not list(llm.scheduler)
+    assert llm.worker.free_blocks() == llm.plan.num_blocks == llm.scheduler.free
+    check_invariants(llm.worker.cache)

@@ -1,0 +1,134 @@
+"""Sizes, memory plan, metrics and the scheduler's arithmetic, without running a model."""
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvjax.cache import CompressionConfig
+from kvjax.cache.methods import METHODS
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.memory import plan_memory
+from kvjax.engine.request import Request
+from kvjax.engine.sampling import SamplingParams
+from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.worker import bucket_of, buckets_upto
+from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+from kvjax.models.tokenizer import ByteTokenizer
+from tests.engine.conftest import TINY
+from tests.engine.serving import HEADS, SMALL, greedy, make_llm, prompts_of
+
+BAD_SIZES = [
+    {"max_batch": 0},
+    {"prefill_chunk": 0},
+    {"pool_tokens": 0},
+    {"block_size": 12},
+    {"prefill_scratch": 64, "prefill_chunk": 65},
+    {"memory_fraction": 0.0},
+    {"memory_fraction": 1.5},
+    {"pool_tokens": 5, "pool_bytes": 5},
+]
+
+
+@pytest.mark.parametrize("sizes", BAD_SIZES)
+def test_bad_sizes_are_refused(sizes):
+    with pytest.raises(UserError, match=next(iter(sizes))):
+        EngineConfig(**sizes)
+
+
+def test_the_plan_adds_up_and_refuses_what_does_not_fit(tiny_params):
+    model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
+    config = EngineConfig(max_batch=2, pool_tokens=100, block_size=4, prefill_scratch=2048)
+    plan = plan_memory(model, config, 128, "float32")
+    assert plan.num_blocks == 25 * HEADS
+    assert plan.pool == plan.num_blocks * (4 * (2 * 8 * 4 + 8) + 1)
+    parts = (plan.weights, plan.pool, plan.tables, plan.scratch, plan.workspace)
+    assert plan.total == sum(parts)
+    for text in ("weights", "pool of 150 blocks = 100 tokens"):
+        assert text in str(plan)
+    by_bytes = EngineConfig(max_batch=2, pool_bytes=100_000, block_size=4)
+    assert plan_memory(model, by_bytes, 128, "float32").num_blocks == 100_000 // (4 * 72)
+    # Never more than all slots can use.
+    assert plan_memory(model, EngineConfig(max_batch=2), 128, "float32").pool_tokens == 2 * 128
+    with pytest.raises(UserError, match="this does not fit"):
+        plan_memory(model, EngineConfig(pool_tokens=10**10), 128, "float32")
+
+
+def test_buckets():
+    assert [bucket_of(n, 12) for n in (0, 1, 2, 3, 5, 9, 12)] == [1, 1, 2, 4, 8, 12, 12]
+    assert buckets_upto(12) == [1, 2, 4, 8, 12]
+    assert buckets_upto(64, 4) == [1, 4, 16, 64]
+    assert buckets_upto(1) == [1]
+
+
+def request_of(order: int, length: int, budget: int | None, max_tokens: int = 10, **settings):
+    compression = CompressionConfig(**settings)
+    method = METHODS["full" if budget is None else "kv-compress"]
+    return Request(
+        str(order), order, np.zeros(length, np.int32), SamplingParams(max_tokens=max_tokens),
+        compression, method, budget, HEADS, 4,
+    )  # fmt: skip
+
+
+def test_what_a_request_needs():
+    whole = request_of(0, 40, None)
+    assert whole.blocks_to_admit() == HEADS * 11
+    assert whole.blocks_to_finish() == HEADS * 13
+    small = request_of(1, 40, 3 * HEADS)
+    assert small.blocks_to_admit() == HEADS * 4
+    assert small.blocks_to_finish() == HEADS * 5
+    assert small.blocks_to_admit(chunk_in_pool=16) == HEADS * 8
+    kept = request_of(2, 40, 3 * HEADS, before_preemption=False)
+    assert kept.blocks_to_finish() == HEADS * (3 + 3 + 1)
+    late = request_of(3, 40, 3 * HEADS, on_prefill=False)
+    assert late.blocks_to_admit() == HEADS * 11
+    short = request_of(4, 5, 3 * HEADS, max_tokens=1)
+    assert short.blocks_to_admit() == HEADS * 2
+
+
+def test_the_queue_keeps_the_order_of_arrival():
+    scheduler = Scheduler(num_slots=2, num_blocks=30 * HEADS, scratch=128, chunk=32)
+    first, second, third = (request_of(n, 40, None) for n in range(3))
+    for request in (second, third, first):
+        scheduler.add(request)
+    assert scheduler.begin_next() is first
+    assert scheduler.begin_next() is None  # one prompt at a time
+    first.owned = 10 * HEADS
+    scheduler.free -= first.owned
+    scheduler.started(first)
+    assert scheduler.begin_next() is second
+    second.owned = 10 * HEADS
+    scheduler.free -= second.owned
+    scheduler.started(second)
+    assert scheduler.begin_next() is None  # no slot
+    assert scheduler.newest() is second
+    assert scheduler.leave(second) == 1
+    scheduler.add(second)
+    assert scheduler.waiting == [second, third]
+    assert scheduler.free == 20 * HEADS
+    first.growth = 9 * HEADS
+    assert scheduler.begin_next() is None  # room for those that run comes first
+    first.growth = 0
+    assert scheduler.begin_next() is second
+
+
+def test_metrics_are_a_dict_and_prometheus_text(tiny_params):
+    llm = make_llm(tiny_params, SMALL)
+    llm.generate(prompts_of(10, 60), greedy(6))
+    found = llm.metrics.as_dict()
+    assert found["kvjax_requests_total"] == 2
+    assert found['kvjax_requests_ended_total{reason="length"}'] == 2
+    assert found["kvjax_prompt_tokens_total"] == 70
+    assert found["kvjax_output_tokens_total"] == 12
+    assert found["kvjax_blocks_used"] == 0
+    assert found["kvjax_blocks_free"] == llm.plan.num_blocks
+    assert 0 < found["kvjax_blocks_peak"] <= llm.plan.num_blocks
+    assert found["kvjax_evicted_blocks_total"] > 0
+    assert found["kvjax_time_to_first_token_seconds_count"] == 2
+    assert found["kvjax_compiled_steps"] == len(llm.worker.compilations) > 0
+    phases = [v for k, v in found.items() if k.startswith("kvjax_seconds_total")]
+    assert len(phases) == 4
+    assert min(phases) >= 0
+    families = text_string_to_metric_families(llm.metrics.prometheus())
+    parsed = {sample.name: sample.value for family in families for sample in family.samples}
+    assert parsed["kvjax_output_tokens_total"] == 12

@@ -1,0 +1,232 @@
+"""The engine on a tiny model: what comes out, whatever else is in the batch."""
+
+import numpy as np
+import pytest
+
+from kvjax.cache import CompressionConfig, budget_blocks
+from kvjax.engine.sampling import SamplingParams
+from kvjax.errors import UserError
+from tests.engine.serving import (
+    FULL,
+    HEADS,
+    SMALL,
+    TIGHT,
+    alone,
+    assert_empty,
+    greedy,
+    make_llm,
+    prompts_of,
+    tokens_of,
+)
+from tests.engine.test_runner import dense_greedy
+
+LENGTHS = (10, 40, 33, 70, 25, 150, 21)
+"""One part, several parts, and too long for the scratch."""
+
+
+def test_full_cache_equals_a_dense_decode(tiny_params):
+    prompts = prompts_of(10, 70, 150)
+    llm = make_llm(tiny_params)
+    got = tokens_of(llm.generate(prompts, greedy(8)))
+    assert [list(tokens) for tokens in got] == [dense_greedy(tiny_params, p, 8) for p in prompts]
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("compression", [FULL, SMALL])
+def test_tokens_do_not_depend_on_the_batch(tiny_params, compression):
+    prompts = prompts_of(*LENGTHS)
+    llm = make_llm(tiny_params, compression)
+    assert tokens_of(llm.generate(prompts, greedy())) == alone(
+        tiny_params, prompts, greedy(), compression
+    )
+    assert llm.metrics.as_dict()["kvjax_batch_largest"] == 4
+    assert_empty(llm)
+
+
+def test_sampled_tokens_depend_on_the_seed_alone(tiny_params):
+    prompts = prompts_of(10, 40, 33, 21)
+    sampling = [greedy(temperature=1.0, seed=s, top_k=20) for s in (1, 2, 1, 4)]
+    together = tokens_of(make_llm(tiny_params).generate(prompts, sampling))
+    other = tokens_of(make_llm(tiny_params).generate(prompts[::-1], sampling[::-1]))[::-1]
+    assert together == other
+    again = make_llm(tiny_params)
+    same = tokens_of(again.generate([prompts[0]] * 2, [sampling[0], sampling[1]]))
+    assert same[0] == together[0]
+    assert same[1] != same[0]
+
+
+def test_preemption_loses_nothing(tiny_params):
+    prompts = prompts_of(30, 40, 33, 24, 25, 28)
+    llm = make_llm(tiny_params, FULL, TIGHT)
+    outputs = llm.generate(prompts, greedy(40))
+    assert sum(output.stats.preemptions for output in outputs) > 0
+    assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(40))
+    assert_empty(llm)
+
+
+def test_compression_comes_before_preemption(tiny_params):
+    prompts = prompts_of(30, 40, 33, 24, 25, 28)
+    llm = make_llm(tiny_params, SMALL, TIGHT)
+    outputs = llm.generate(prompts, greedy(40))
+    found = llm.metrics.as_dict()
+    assert found["kvjax_preemptions_total"] == 0
+    assert found["kvjax_compressions_total"] > 0
+    assert found["kvjax_batch_largest"] == 4
+    assert all(output.stats.blocks_evicted_decoding > 0 for output in outputs)
+    assert_empty(llm)
+    kept = CompressionConfig(max_cache_tokens=16, protected=8, before_preemption=False)
+    llm = make_llm(tiny_params, kept, TIGHT)
+    outputs = llm.generate(prompts, greedy(40))
+    assert llm.metrics.as_dict()["kvjax_compressions_total"] == 0
+    assert tokens_of(outputs)
+    assert_empty(llm)
+
+
+def test_a_prompt_takes_what_its_budget_says(tiny_params):
+    llm = make_llm(tiny_params, SMALL)
+    budget = budget_blocks(16, 3, 2, 4)
+    for output in llm.generate(prompts_of(60, 90, 150), greedy(2)):
+        stats = output.stats
+        assert stats.blocks_before == HEADS * -(-len(output.prompt_token_ids) // 4)
+        assert stats.blocks_after == budget
+        assert stats.kept is not None
+        assert (-(-stats.kept // 4)).sum() == budget
+
+
+def test_a_batch_may_mix_settings(tiny_params):
+    prompts = prompts_of(60, 60, 60, 60)
+    settings = [
+        FULL,
+        SMALL,
+        CompressionConfig(method="kv-compress-w8-l1", max_cache_tokens=24, protected=4),
+        CompressionConfig(
+            method="kv-compress-continual", max_cache_tokens=32, window=8, compress_every=6
+        ),
+    ]
+    llm = make_llm(tiny_params)
+    together = tokens_of(llm.generate(prompts, greedy(20), settings))
+    for prompt, setting, tokens in zip(prompts, settings, together, strict=True):
+        assert alone(tiny_params, [prompt], greedy(20), setting) == [tokens]
+    assert len(set(together)) > 1
+    assert_empty(llm)
+
+
+def test_parts_of_a_prompt_keep_what_the_whole_keeps(tiny_params):
+    prompts = prompts_of(60, 100, 127)
+    whole = make_llm(tiny_params, SMALL, prefill_chunk=128).generate(prompts, greedy())
+    parts = make_llm(tiny_params, SMALL, prefill_chunk=32).generate(prompts, greedy())
+    assert tokens_of(whole) == tokens_of(parts)
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(one.stats.kept, other.stats.kept)
+
+
+def test_compression_on_an_interval(tiny_params):
+    every = CompressionConfig(max_cache_tokens=16, protected=8, compress_every=6)
+    llm = make_llm(tiny_params, every)
+    (output,) = llm.generate(prompts_of(40), greedy(30))
+    assert output.stats.blocks_evicted_decoding > 0
+    assert llm.metrics.as_dict()["kvjax_compressions_total"] == 30 // 6 - 1
+    assert_empty(llm)
+
+
+def test_logprobs(tiny_params):
+    prompts = prompts_of(10, 40)
+    llm = make_llm(tiny_params)
+    with_scores, without = llm.generate(prompts, [greedy(6, logprobs=2), greedy(6)])
+    assert without.logprobs is None
+    assert with_scores.logprobs is not None
+    assert [entry.token for entry in with_scores.logprobs] == list(with_scores.token_ids)
+    for entry in with_scores.logprobs:
+        # Greedy tokens are the likeliest ones.
+        assert entry.top[0] == (entry.token, pytest.approx(entry.logprob))
+        assert entry.top[1][1] <= entry.top[0][1] < 0
+        assert len(entry.top) == 2
+
+
+def test_a_stop_text_ends_a_request_and_its_text(tiny_params):
+    llm = make_llm(tiny_params)
+    plain = llm.generate(prompts_of(10), greedy(24))[0]
+    at = 9
+    stop = bytes(plain.token_ids[at : at + 2]).decode()
+    first = plain.text.find(stop)
+    output = llm.generate(prompts_of(10), greedy(24, stop=(stop,)))[0]
+    assert output.finish_reason == "stop"
+    assert output.text == plain.text[:first]
+    assert output.token_ids == plain.token_ids[: first + 2]
+    assert_empty(llm)
+
+
+def test_the_end_of_sequence_token_ends_a_request(tiny_params):
+    llm = make_llm(tiny_params)
+    plain = llm.generate(prompts_of(10), greedy(24))[0]
+    eos = plain.token_ids[5]
+    llm.worker.eos_ids = llm.worker.eos_ids.at[0].set(eos)
+    llm.model.tokenizer.eos_ids = frozenset({eos})
+    first = plain.token_ids.index(eos)
+    output = llm.generate(prompts_of(10), SamplingParams(max_tokens=24))[0]
+    assert output.finish_reason == "eos"
+    assert output.token_ids == plain.token_ids[: first + 1]
+    assert output.text == plain.text[:first]
+    assert_empty(llm)
+
+
+def test_one_token_is_enough(tiny_params):
+    llm = make_llm(tiny_params, SMALL)
+    outputs = llm.generate(prompts_of(1, 60, 150), greedy(1))
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [1, 1, 1]
+    assert_empty(llm)
+
+
+def test_texts_are_prompts_too(tiny_params):
+    llm = make_llm(tiny_params)
+    text, ids = llm.generate(["Hello?", list(b"Hello?")], greedy(5))
+    assert text.token_ids == ids.token_ids
+
+
+BAD = [
+    ([], {}, "the prompt is empty"),
+    ([5, 97], {}, "token id 97"),
+    ([-1], {}, "token id -1"),
+    ([1] * 250, {"max_tokens": 7}, "the limit is 256"),
+    (np.asarray([1.5]), {}, "give a text or token ids"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "sampling", "message"), BAD)
+def test_a_bad_request_is_refused_and_the_others_go_on(tiny_params, prompt, sampling, message):
+    llm = make_llm(tiny_params)
+    good = prompts_of(10)[0]
+    first, bad, last = llm.generate([good, prompt, good], greedy(**{"max_tokens": 4, **sampling}))
+    assert message in (bad.error or "")
+    assert bad.finish_reason == "error"
+    assert first.token_ids == last.token_ids
+    assert len(first.token_ids) == (7 if sampling else 4)
+    assert_empty(llm)
+    with pytest.raises(UserError, match=message):
+        llm.add_request(prompt, greedy(**{"max_tokens": 4, **sampling}))
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tiny_params):
+    llm = make_llm(tiny_params, FULL, TIGHT)
+    blocks = llm.plan.num_blocks
+    with pytest.raises(UserError, match=rf"needs {HEADS * 30} blocks and the pool has {blocks}"):
+        llm.add_request(prompts_of(90)[0], greedy(30))
+    output = llm.generate(prompts_of(90), greedy(30), SMALL)[0]
+    assert len(output.token_ids) == 30
+    assert_empty(llm)
+
+
+def test_bad_batches(tiny_params):
+    llm = make_llm(tiny_params)
+    with pytest.raises(UserError, match="there are no prompts"):
+        llm.generate([])
+    with pytest.raises(UserError, match="2 sampling for 1 prompts"):
+        llm.generate(prompts_of(10), [greedy(), greedy()])
+    with pytest.raises(UserError, match="'nobody'"):
+        llm.abort("nobody")
+    llm.add_request(prompts_of(10)[0], greedy(), request_id="one")
+    with pytest.raises(UserError, match="'one' is in use"):
+        llm.add_request(prompts_of(10)[0], greedy(), request_id="one")
+    for settings in ({"max_tokens": 0}, {"temperature": -0.5}, {"logprobs": 21}):
+        with pytest.raises(UserError, match=next(iter(settings))):
+            SamplingParams(**settings)

@@ -1,0 +1,164 @@
+"""Requests that come, go and misbehave while others run."""
+
+import numpy as np
+import pytest
+
+from kvjax.cache import CompressionConfig
+from kvjax.errors import UserError
+from tests.engine.serving import (
+    FULL,
+    SMALL,
+    TIGHT,
+    alone,
+    assert_empty,
+    greedy,
+    make_llm,
+    prompts_of,
+    tokens_of,
+)
+
+
+def drain(llm) -> dict:
+    """The last output of every request."""
+    last = {}
+    while llm.has_unfinished():
+        last |= {output.request_id: output for output in llm.step()}
+    return last
+
+
+def test_requests_may_come_while_others_run(tiny_params):
+    prompts = prompts_of(10, 40, 33, 70, 25, 21)
+    llm = make_llm(tiny_params)
+    names = []
+    for prompt in prompts:
+        names.append(llm.add_request(prompt, greedy()))
+        llm.step()
+    last = drain(llm)
+    assert tokens_of([last[name] for name in names]) == alone(tiny_params, prompts, greedy())
+    assert_empty(llm)
+
+
+def test_aborted_requests_leave_the_others_alone(tiny_params):
+    prompts = prompts_of(10, 40, 33, 127, 150, 21)
+    llm = make_llm(tiny_params)
+    names = [llm.add_request(prompt, greedy(20)) for prompt in prompts]
+    outputs = {}
+    for step in range(4):
+        outputs |= {output.request_id: output for output in llm.step()}
+        if step == 1:
+            llm.abort(names[3])  # mid-prefill, or in the queue
+        if step == 3:
+            llm.abort(names[0])
+            llm.abort(names[5])
+            with pytest.raises(UserError, match="no unfinished request"):
+                llm.abort(names[0])
+    outputs |= drain(llm)
+    reasons = [outputs[name].finish_reason for name in names]
+    assert reasons == ["abort", "length", "length", "abort", "length", "abort"]
+    expected = alone(tiny_params, prompts, greedy(20))
+    for at, name in enumerate(names):
+        got = outputs[name].token_ids
+        assert got == expected[at][: len(got)]
+        assert (len(got) == 20) == (reasons[at] == "length")
+    assert_empty(llm)
+
+
+def test_a_callback_that_raises_ends_its_own_request(tiny_params):
+    prompts = prompts_of(10, 40, 33)
+    llm = make_llm(tiny_params)
+    seen = []
+
+    def fail(output):
+        raise RuntimeError("no more room on the screen")
+
+    names = [
+        llm.add_request(prompts[0], greedy(20), on_output=seen.append),
+        llm.add_request(prompts[1], greedy(20), on_output=fail),
+        llm.add_request(prompts[2], greedy(20)),
+    ]
+    last = drain(llm)
+    assert last[names[1]].finish_reason == "error"
+    assert last[names[1]].error == "on_output raised RuntimeError: no more room on the screen"
+    expected = alone(tiny_params, prompts, greedy(20))
+    assert [last[names[0]].token_ids, last[names[2]].token_ids] == [expected[0], expected[2]]
+    assert seen[-1].finished
+    assert "".join(output.new_text for output in seen) == seen[-1].text
+    assert_empty(llm)
+
+
+def test_closing_a_stream_ends_its_requests_and_no_others(tiny_params):
+    prompts = prompts_of(10, 40, 33)
+    llm = make_llm(tiny_params)
+    kept = llm.add_request(prompts[2], greedy(20), request_id="kept")
+    stream = llm.stream(prompts[:2], greedy(20))
+    next(stream)
+    stream.close()
+    last = drain(llm)
+    assert last[kept].token_ids == alone(tiny_params, prompts[2:], greedy(20))[0]
+    assert sorted(output.finish_reason for output in last.values())[:2] == ["abort", "abort"]
+    assert_empty(llm)
+
+
+def test_two_streams_share_the_engine(tiny_params):
+    prompts = prompts_of(10, 40)
+    llm = make_llm(tiny_params)
+    one, two = (llm.stream(prompt, greedy(20)) for prompt in prompts)
+    first = next(one)
+    texts = {"one": first.new_text, "two": ""}
+    for output in two:
+        texts["two"] += output.new_text
+    for output in one:
+        texts["one"] += output.new_text
+    plain = make_llm(tiny_params).generate(prompts, greedy(20))
+    assert texts == {"one": plain[0].text, "two": plain[1].text}
+    assert_empty(llm)
+
+
+def test_a_stream_of_bad_prompts_says_so(tiny_params):
+    llm = make_llm(tiny_params)
+    outputs = list(llm.stream([np.zeros(0, np.int32), prompts_of(10)[0]], greedy(3)))
+    assert "empty" in (outputs[0].error or "")
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_methods_that_observe_decoding_differently_do_not_mix(tiny_params, monkeypatch):
+    from kvjax.engine import llm as module
+
+    monkeypatch.setattr(module, "decode_rule", lambda method: method.name)
+    monkeypatch.setattr(module, "observes_decoding", lambda method: method.observation is not None)
+    llm = make_llm(tiny_params)
+    llm.add_request(prompts_of(40)[0], greedy(), SMALL)
+    other = CompressionConfig(method="kv-compress-w8-l1", max_cache_tokens=16, protected=8)
+    with pytest.raises(UserError, match="kv-compress-w8-l1 observes decode steps in another way"):
+        llm.add_request(prompts_of(40)[0], greedy(), other)
+
+
+def test_first_come_first_served_without_starvation(tiny_params):
+    """A long request is not overtaken by short ones that would fit beside those that run."""
+    lengths = (60, 20, 80, 5, 5, 5, 70, 5, 5, 5, 5, 60)
+    prompts = [prompts_of(n)[0] for n in lengths]
+    llm = make_llm(tiny_params, FULL, TIGHT)
+    outputs = llm.generate(prompts, greedy(8))
+    admitted = [output.stats.admitted for output in outputs]
+    assert admitted == sorted(admitted)
+    expected = alone(tiny_params, prompts, greedy(8))
+    assert tokens_of(outputs) == expected
+    assert_empty(llm)
+
+
+def test_running_sequences_wait_for_one_chunk_at_most(tiny_params):
+    llm = make_llm(tiny_params)
+    llm.add_request(prompts_of(10)[0], greedy(40), request_id="running")
+    llm.step()
+    llm.add_request(prompts_of(127)[0], greedy(4), request_id="long")
+    chunks = 0
+    while llm.has_unfinished():
+        before = llm.scheduler.running[0].length if llm.scheduler.running else 0
+        job = llm._job.done if llm._job else 0
+        llm.step()
+        if llm._job is not None and llm._job.done > job:
+            chunks += 1
+            assert llm._job.done - job <= 32
+            assert llm.scheduler.running[0].length > before
+    assert chunks >= 3
+    assert_empty(llm)
