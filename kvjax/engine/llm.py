@@ -23,7 +23,7 @@ from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.text import RequestText
 from kvjax.engine.visits import StartReport, TokenScores, VisitReport
-from kvjax.engine.worker import PromptJob, Worker, observes_decoding
+from kvjax.engine.worker import PromptJob, Worker, decode_rule
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
 
@@ -198,15 +198,13 @@ class LLM:
                 f"window {window} of {method.name}: give at most half the prefill_chunk of "
                 f"{self.config.prefill_chunk} tokens"
             )
-        if observes_decoding(method):
-            for other in self.scheduler:
-                if observes_decoding(other.method) and decode_rule(other.method) != decode_rule(
-                    method
-                ):
-                    raise UserError(
-                        f"method {method.name} observes decode steps in another way than "
-                        f"{other.method.name}, which is running: wait for it, or use two engines"
-                    )
+        rule = decode_rule(method)
+        for other in self.scheduler:
+            if rule is not None and decode_rule(other.method) not in (None, rule):
+                raise UserError(
+                    f"method {method.name} observes decode steps in another way than "
+                    f"{other.method.name}, which is running: wait for it, or use two engines"
+                )
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has generated is kept in its last output.
@@ -429,7 +427,7 @@ class LLM:
             limit = min(
                 limit, (request.compression.compress_every or 0) - request.since_compression
             )
-        observing = [r.method for r in running if observes_decoding(r.method)]
+        observing = [r.method for r in running if decode_rule(r.method)]
         with self.metrics.phase("decode", self.clock):
             report = self.worker.visit(
                 [r.slot for r in running if r.slot is not None],
@@ -509,7 +507,8 @@ class LLM:
     def _note_start(self, request: Request, started: Any, now: float) -> None:
         if not started.ok:
             # More had to stay than the budget says: it comes again when there is room for that.
-            request.unevictable = int(started.shortfall)
+            stays = request.blocks_whole(request.length) - int(started.freed)
+            request.unevictable = max(0, stays - (request.budget or 0))
             if len(self.scheduler.running) == 1:
                 request.finish_reason = "pool"
             else:
@@ -611,12 +610,6 @@ class LLM:
         request.stats.preemptions += 1
         self.metrics.preemptions.inc()
         self.scheduler.add(request)
-
-
-def decode_rule(method: Method) -> Any:
-    """What decode steps of a method's sequences add to the metrics; equal rules share a step."""
-    observation = method.observation
-    return None if observation is None else observation.accumulate
 
 
 def refused(name: str, error: str) -> RequestOutput:

@@ -271,6 +271,7 @@ def decode_step(
     # Slots that do not run hold nothing as far as attention goes: no work, no change of metrics.
     context_len = jnp.where(active[:, None, None], cache.context_len, 0)
     accumulate = observation is not None and observation.accumulate
+    touched = active if observed is None else active & observed
     position = jnp.maximum(cache.seq_len - 1, 0)
     works = plan_paged_attention(
         jnp.moveaxis(context_len, 1, 0),
@@ -291,7 +292,6 @@ def decode_step(
         )
         if observation is not None and observation.accumulate:
             if observation.decode_decay != 1:
-                touched = active if observed is None else active & observed
                 rows = jnp.where(touched[:, None, None], table, cache.num_blocks)
                 metric = decay_metrics(metric, rows, observation.decode_decay)
             out, metric = call(
@@ -301,7 +301,7 @@ def decode_step(
             out = cast(jax.Array, call())
         if observation is not None and observation.intrinsic:
             newest = newest_metric(method, layer, k[:, 0], position)
-            metric = write_newest(metric, table, lengths, newest, active)
+            metric = write_newest(metric, table, lengths, newest, touched)
         return (k_pool, v_pool, metric), out[:, None].astype(q.dtype), None
 
     positions = position[:, None]

@@ -172,7 +172,7 @@ class Worker:
         start = visits.Start(
             np.int32(request.remaining),  # type: ignore[arg-type]
             np.bool_(not request.sampling.ignore_eos),  # type: ignore[arg-type]
-            np.bool_(observes_decoding(request.method)),  # type: ignore[arg-type]
+            np.bool_(decode_rule(request.method) is not None),  # type: ignore[arg-type]
             set_sampling(init_sampling(1), 0, request.sampling),
         )
         if job.in_pool:
@@ -246,7 +246,7 @@ class Worker:
                 self.advance(job)
             # A slot that does not exist refuses the prompt.
             self.start(job, outside, num_top)
-        method = request.method if observes_decoding(request.method) else METHODS["full"]
+        method = request.method if decode_rule(request.method) else METHODS["full"]
         for group in buckets_upto(self.config.max_batch):
             self.visit([outside] * group, 0, method, num_top)
         if request.budget is not None:
@@ -265,6 +265,14 @@ class Worker:
         return padded
 
 
-def observes_decoding(method: Method) -> bool:
-    """Whether decode steps add to the metrics of a method's sequences."""
-    return method.observation is not None and method.observation.accumulate
+def decode_rule(method: Method) -> tuple | None:
+    """What decode steps do to the metrics of a method's sequences; None for nothing.
+
+    Sequences of one rule share a compiled step.
+    """
+    seen = method.observation
+    if seen is None or not (seen.accumulate or seen.intrinsic):
+        return None
+    if seen.intrinsic:
+        return seen.source, seen.seed
+    return seen.power, seen.decode_decay

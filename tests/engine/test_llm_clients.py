@@ -121,16 +121,22 @@ def test_a_stream_of_bad_prompts_says_so(tiny_params):
     assert outputs[-1].finish_reason == "length"
 
 
-def test_methods_that_observe_decoding_differently_do_not_mix(tiny_params, monkeypatch):
-    from kvjax.engine import llm as module
-
-    monkeypatch.setattr(module, "decode_rule", lambda method: method.name)
-    monkeypatch.setattr(module, "observes_decoding", lambda method: method.observation is not None)
+def test_methods_that_observe_decoding_differently_do_not_mix(tiny_params):
     llm = make_llm(tiny_params)
-    llm.add_request(prompts_of(40)[0], greedy(), SMALL)
-    other = CompressionConfig(method="kv-compress-w8-l1", max_cache_tokens=16, protected=8)
-    with pytest.raises(UserError, match="kv-compress-w8-l1 observes decode steps in another way"):
-        llm.add_request(prompts_of(40)[0], greedy(), other)
+    prompt = prompts_of(40)[0]
+
+    def settings(method):
+        return CompressionConfig(method=method, max_cache_tokens=16, window=8, protected=8)
+
+    first = llm.add_request(prompt, greedy(), settings("kv-compress-continual"))
+    llm.add_request(prompt, greedy(), SMALL)
+    llm.add_request(prompt, greedy(), settings("kv-compress-continual"))
+    with pytest.raises(UserError, match="random observes decode steps in another way than kv-com"):
+        llm.add_request(prompt, greedy(), settings("random"))
+    assert first in drain(llm)
+    llm.add_request(prompt, greedy(), settings("random"))
+    drain(llm)
+    assert_empty(llm)
 
 
 def test_first_come_first_served_without_starvation(tiny_params):
