@@ -273,8 +273,10 @@ def decode_step(
     accumulate = observation is not None and observation.accumulate
     touched = active if observed is None else active & observed
     position = jnp.maximum(cache.seq_len - 1, 0)
+    # By layer, so that a layer's part lies in one piece.
+    tables, lengths_of = (jnp.moveaxis(x, 1, 0) for x in (cache.block_table, context_len))
     works = plan_paged_attention(
-        jnp.moveaxis(context_len, 1, 0),
+        lengths_of,
         cache.k,
         num_query_heads=config.num_heads,
         max_blocks=cache.max_blocks,
@@ -283,9 +285,10 @@ def decode_step(
 
     def attend(carry, layer, q, k, v):
         k_pool, v_pool, metric = carry
-        table = lax.dynamic_index_in_dim(cache.block_table, layer, axis=1, keepdims=False)
-        lengths = lax.dynamic_index_in_dim(context_len, layer, axis=1, keepdims=False)
-        work = jax.tree.map(lambda x: x[layer], works)
+        table, lengths, work = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False),
+            (tables, lengths_of, works),
+        )
         k_pool, v_pool = write_layer(k_pool, v_pool, table, lengths, k[:, 0], v[:, 0], active)
         call = functools.partial(
             paged_attention, q[:, 0], k_pool, v_pool, table, lengths, work=work

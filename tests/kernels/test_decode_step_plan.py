@@ -10,6 +10,7 @@ import pytest
 from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
 from kvjax.engine.steps import decode_step
+from kvjax.kernels.paged_attention import worklist
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import abstract_params
 from tests.kernels.devices import H200
@@ -25,6 +26,7 @@ MODEL = LlamaConfig(
     head_dim=64,
 )
 SLOTS = 5
+PROGRAMS = 2 * 132
 
 
 def traced(method: str):
@@ -49,12 +51,12 @@ def traced(method: str):
 
 
 def programs_built(jaxpr, inside_layers: bool = False):
-    """Whether each array of spans, [..., programs, 4], is built inside the scan over layers."""
+    """Each array of spans: whether it is built inside the scan over layers, and its shape."""
     for equation in jaxpr.eqns:
         inside = inside_layers or equation.primitive.name == "scan"
-        if equation.primitive.name in ("concatenate", "stack"):
+        if equation.primitive.name == "pad":
             shape = equation.outvars[0].aval.shape
-            if shape[-2:] == (2 * 132, 4):
+            if shape[-2:] == (PROGRAMS, worklist.SPAN_WIDTH):
                 yield inside, shape
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from programs_built(inner, inside)
@@ -65,7 +67,9 @@ def test_one_work_list_per_step(method: str) -> None:
     with jax.sharding.use_abstract_mesh(H200):
         step = traced(method)
         text = step.lower(lowering_platforms=("cuda",)).as_text()
-    assert list(programs_built(step.jaxpr.jaxpr)) == [(False, (MODEL.num_layers, 264, 4))]
+    assert list(programs_built(step.jaxpr.jaxpr)) == [
+        (False, (MODEL.num_layers, PROGRAMS, worklist.SPAN_WIDTH))
+    ]
     assert "paged_attention_merge" in text
     assert ("paged_attention_squares" in text) == (method != "full")
 

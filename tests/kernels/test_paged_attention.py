@@ -127,7 +127,7 @@ def drawn(draw, dtypes=spec.DTYPES, longest: int = 300):
     return lengths, shape, draw(st.integers(0, 2**16))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(drawn())
 def test_xla_on_drawn_shapes(case) -> None:
     lengths, shape, seed = case

@@ -30,7 +30,7 @@ ALIGNMENT = 128
 
 def _move(
     rows,  # [rows, 4] i32, work list
-    spans,  # [P, 4] i32, work list
+    spans,  # [P, 8] i32, work list
     source,  # [rows, U] i32
     target,  # [rows, U] i32
     k,  # [N b, d], in place

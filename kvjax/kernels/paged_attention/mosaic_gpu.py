@@ -149,7 +149,7 @@ def paged_attention(
         grid=(c.programs,),
         scratch_types={"out_s": c.out_scratch()},
         kernel_name="paged_attention_merge",
-    )(work.heads, work.spans, work.share, part, part_lse, *written)
+    )(work.heads, work.spans, part, part_lse, *written)
     if metric is not None:
         metric_ref = jax.new_ref(metric)
         if observed is None:

@@ -175,7 +175,7 @@ def _store_parts(ref, value, c: Config):
 
 def attend(
     heads,  # [rows, 4] i32
-    spans,  # [P, 4] i32
+    spans,  # [P, 8] i32
     table,  # [rows, M] i32
     q,  # [rows, parts, R, d]
     k,  # [N, b, d]
@@ -391,8 +391,7 @@ def _write_head(row, accs, head_lse, out, lse, out_s, c: Config):
 
 def merge(
     heads,  # [rows, 4] i32
-    spans,  # [P, 4] i32
-    share,  # [1] i32
+    spans,  # [P, 8] i32
     part,  # [2P, ranges, channels, R] f32
     part_lse,  # [2P, R] f32
     out,  # [rows, r, d]
@@ -428,7 +427,7 @@ def merge(
             return accs, new_top, total * mine + theirs
 
         accs, top = load(2 * program + 1)
-        last = lax.div(head.start + head.tiles - 1, share[0])
+        last = lax.div(head.start + head.tiles - 1, Span.read(spans, 0).end)
         accs, top, total = lax.fori_loop(
             program + 1, last + 1, add, (accs, top, jnp.ones_like(top))
         )

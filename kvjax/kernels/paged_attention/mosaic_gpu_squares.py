@@ -42,7 +42,7 @@ def _layout(block_size: int):
 
 def add_squares(
     heads,  # [rows, 4] i32
-    spans,  # [P, 4] i32
+    spans,  # [P, 8] i32
     table,  # [rows, M] i32
     logits,  # [r, line / b, b] f32
     lse,  # [rows, R] f32

@@ -59,8 +59,10 @@ def _families() -> dict[str, Shape]:
             families[f"{dtype} d={d}"] = dataclasses.replace(base, head_dim=d, dtype=dtype)
     for b in BLOCK_SIZES:
         families[f"b={b}"] = dataclasses.replace(base, block_size=b)
-    for r in (1, 2, 3, 5, 8, 16):
+    for r in (1, 2, 3, 5, 6, 7, 16):
         families[f"r={r}"] = dataclasses.replace(base, group=r)
+    unlike = {shape: name for name, shape in reversed(families.items())}
+    families = {name: shape for shape, name in reversed(unlike.items())}
     families["pool of more than 2^31 elements"] = dataclasses.replace(base, blocks=12_000_000)
     return families
 

@@ -14,6 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
+SPAN_WIDTH = 8
+"""Columns of `WorkList.spans`: with them the spans of one layer out of many begin where XLA lets a
+kernel read them without a copy, at a multiple of 256 bytes."""
+
+
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +27,11 @@ class WorkList:
 
     `heads` per non-empty head, in order: its row s·H + h, its first tile on the line, its KVs, 0.
     `spans` per program: its first head (index into `heads`), how many heads it touches, and its
-    stretch [begin, end) of the line. `share`: tiles per program.
+    stretch [begin, end) of the line, all of one size but those at the end; the rest is zero.
     """
 
     heads: Int32[Array, "... rows 4"]
-    spans: Int32[Array, "... P 4"]
-    share: Int32[Array, "... 1"]
+    spans: Int32[Array, "... P 8"]
     tile: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -96,9 +100,9 @@ def build(context_len: Int32[Array, "S H"], tile: int, num_programs: int) -> Wor
     first = jnp.searchsorted(ends, begin, side="right", method="compare_all").astype(jnp.int32)
     last = jnp.searchsorted(ends, end - 1, side="right", method="compare_all").astype(jnp.int32)
     count = jnp.where(end > begin, last - first + 1, 0)
+    spans = jnp.stack([first, count, begin, end], axis=1)
     return WorkList(
         heads=jnp.stack([rows, ends - tiles, lengths, jnp.zeros_like(rows)], axis=1),
-        spans=jnp.stack([first, count, begin, end], axis=1),
-        share=share[None],
+        spans=jnp.pad(spans, ((0, 0), (0, SPAN_WIDTH - spans.shape[1]))),
         tile=tile,
     )
