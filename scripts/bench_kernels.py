@@ -67,7 +67,7 @@ def loop_seconds(body: Callable, carry: Any, estimate: float, *fixed: Any) -> fl
     return median_seconds(lambda: looped(carry, fixed)) / turns
 
 
-def copy_bandwidth(size: int, expected: float) -> float:
+def copy_bandwidth(size: int, expected: float = 4e12) -> float:
     """Bytes read and written per second by the better of a copy and an elementwise pass.
 
     `expected`: about as many as the machine can; says how often to repeat.

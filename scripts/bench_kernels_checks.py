@@ -1,5 +1,6 @@
 """What `bench_kernels.py --only check` compares: each kernel with the XLA reference in float32."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -55,18 +56,31 @@ def decode_check(family: str, shape: spec.Shape, longest: int) -> Check:
     q, k, v = (jnp.asarray(x, shape.dtype) for x in (q, *pool))
     call = (q, k, v, jnp.asarray(table), jnp.asarray(lengths))
     metric = jnp.asarray(rng.random((blocks, b)), jnp.float32)
-    out, squares = paged_attention(*call, metric=metric, return_metric=True)
-    plain = paged_attention(*call)
+    observed = jnp.arange(len(lengths)) % 2 == 0
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    with jax.default_matmul_precision("highest"):
-        exact, exact_squares = reference.paged_attention(
-            wide[0], wide[1], wide[2], call[3], call[4], scale=d**-0.5, metric=metric
+
+    @jax.jit
+    def ours(call, metric):
+        out, squares = paged_attention(*call, metric=metric, return_metric=True)
+        _, first = paged_attention(
+            *call, metric=metric, return_metric=True, power=1, observed=observed
         )
-    errors = {
-        "out": relative(out, exact),
-        "out without metric": relative(plain, exact),
-        "metric": relative(squares - metric, jnp.asarray(exact_squares) - metric),
-    }
+        return out, paged_attention(*call), squares - metric, first - metric
+
+    @jax.jit
+    def theirs(wide, call, metric):
+        attend = functools.partial(
+            reference.paged_attention, *wide, *call[3:], scale=d**-0.5, metric=metric
+        )
+        out, squares = attend()
+        _, first = attend(power=1, observed=observed)
+        return out, out, squares - metric, first - metric
+
+    with jax.default_matmul_precision("highest"):
+        exact = theirs(wide, call, metric)
+    names = ("out", "out without metric", "metric", "metric of power 1, observed")
+    pairs = zip(names, ours(call, metric), exact, strict=True)
+    errors = {name: relative(got, wanted) for name, got, wanted in pairs}
     return (
         f"decode {family}",
         explain(paged_attention, *call),

@@ -3,7 +3,9 @@
 # there, how fast are they, how fast is a decode step, how many tokens per second come out.
 #
 #   scripts/gpu_check.sh OUT_FOLDER                      # writes log.txt and a *.json per step
-#   SECONDS_IN_ALL=1200 THROUGHPUT_ARGS="--model llama3.1-8b" scripts/gpu_check.sh /tmp/out
+#   STEPS="kernels throughput" scripts/gpu_check.sh /tmp/out    # some, where time is short: check,
+#                                                               # decode_step, kernels, throughput
+#   SECONDS_IN_ALL=1200 THROUGHPUT_ARGS="--model llama3.1-70b …" scripts/gpu_check.sh /tmp/out
 #
 # A step that fails or runs out of time does not stop the next one. Exit code 1 if any did.
 set -uo pipefail
@@ -11,13 +13,30 @@ set -uo pipefail
 out=${1:?usage: scripts/gpu_check.sh OUT_FOLDER}
 python=${PYTHON:-python3}
 seconds_in_all=${SECONDS_IN_ALL:-570}
+steps=${STEPS:-check kernels decode_step throughput}
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 text=$(mktemp)
 trap 'rm -f "$text"' EXIT
-rm -f "$out"/{check,kernels,decode_step,throughput,summary}.json "$out/log.txt"
+rm -f "$out"/{log.txt,summary.json}
+for name in $steps; do
+    case $name in
+        check | kernels | decode_step | throughput) rm -f "$out/$name".json{,l} ;;
+        *) echo "error: STEPS: got $name, wanted check, decode_step, kernels, throughput" >&2 && exit 2 ;;
+    esac
+done
+gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+if [[ -z ${THROUGHPUT_ARGS:-} ]]; then
+    # Prompts that outgrow the pool of a 24 GB card, without compression and with it.
+    THROUGHPUT_ARGS="--model llama3.1-8b --dummy-weights --emulate l4 --rate v 8"
+    THROUGHPUT_ARGS+=" --input-len 2000 --output-len 256 --num-prompts 64"
+    if [[ -z $gpu ]]; then
+        THROUGHPUT_ARGS="--model smollm2-135m --dummy-weights --rate v 8 --no-limits"
+        THROUGHPUT_ARGS+=" --input-len 96 --output-len 4 --num-prompts 2 --pool-tokens 512"
+    fi
+fi
 results=()
 failed=0
 
@@ -25,6 +44,7 @@ failed=0
 # A command that writes no NAME.json itself ends its output with one line of JSON.
 step() {
     local name=$1 limit=$2 left=$((seconds_in_all - SECONDS)) began=$SECONDS code=0
+    [[ " $steps " == *" $name "* ]] || return 0
     shift 2
     ((left < limit)) && limit=$left
     if ((limit < 20)); then
@@ -45,15 +65,13 @@ step() {
 }
 
 step check 170 "$python" scripts/bench_kernels.py --only check --out "$out/check.json"
-step kernels 250 "$python" scripts/bench_kernels.py --only decode move window \
+step decode_step 140 "$python" scripts/bench_kernels.py --only step --out "$out/decode_step.json"
+# `decode` takes longest: when the time is up, what it has found by then is in the file.
+step kernels 220 "$python" scripts/bench_kernels.py --only window move decode \
     --out "$out/kernels.json"
-step decode_step 100 "$python" scripts/bench_kernels.py --only step --out "$out/decode_step.json"
-if [[ -f scripts/throughput.py ]]; then
-    # shellcheck disable=SC2086
-    step throughput 300 "$python" scripts/throughput.py ${THROUGHPUT_ARGS:-}
-fi
+# shellcheck disable=SC2086
+step throughput 300 "$python" scripts/throughput.py $THROUGHPUT_ARGS --out "$out/throughput.jsonl"
 
-gpu=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 printf '{"gpu":"%s","seconds":%d,"steps":[%s]}\n' \
     "$gpu" "$SECONDS" "$(IFS=, && echo "${results[*]}")" | tee "$out/summary.json"
 exit "$failed"

@@ -104,6 +104,16 @@ def test_targets_are_judged() -> None:
     }
 
 
+def test_gpu_check_refuses_steps_it_has_not(tmp_path: Path) -> None:
+    command = [str(SCRIPTS / "gpu_check.sh"), str(tmp_path)]
+    environment = os.environ | {"STEPS": "check speed"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: STEPS: got speed, wanted check, decode_step, kernels, throughput\n"
+    )
+
+
 @pytest.mark.slow
 def test_gpu_check_runs_at_small_sizes(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
@@ -111,7 +121,10 @@ def test_gpu_check_runs_at_small_sizes(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     steps = {step["step"]: step["exit_code"] for step in summary["steps"]}
-    assert [steps[name] for name in ("check", "kernels", "decode_step")] == [0, 0, 0], done.stdout
+    assert steps == dict.fromkeys(("check", "decode_step", "kernels", "throughput"), 0), done.stdout
+    results = (tmp_path / "out" / "throughput.jsonl").read_text().splitlines()
+    assert [json.loads(line)["rate"] for line in results] == [None, 8]
+    assert json.loads((tmp_path / "out" / "throughput.json").read_text()) == json.loads(results[-1])
     checks = json.loads((tmp_path / "out" / "check.json").read_text())["results"]
     assert checks
     assert all(check["good"] for check in checks)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-
 SPAN_WIDTH = 8
 """Columns of `WorkList.spans`: with them the spans of one layer out of many begin where XLA lets a
 kernel read them without a copy, at a multiple of 256 bytes."""
