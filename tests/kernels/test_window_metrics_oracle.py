@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.kernels import window_metrics
 from tests import oracle
+from tests.kernels.devices import H200, TPU_V5E
 
 TOKENS, HEADS, GROUP, D = 21, 2, 3, 8
 
@@ -150,3 +151,19 @@ def test_memory_is_linear_in_the_prompt():
     short, long = temporaries(2048), temporaries(4096)
     assert long <= 2.2 * short
     assert long < 4 * 4096 * 4096  # below one head's matrix
+
+
+@pytest.mark.parametrize(("device", "platform"), [(H200, "cuda"), (TPU_V5E, "tpu")])
+@pytest.mark.parametrize("window", [8, 2048])
+def test_lowers_for_devices_that_are_not_here(device, platform: str, window: int) -> None:
+    def f(q, k):
+        at = jnp.arange(2048 - window, 2048, dtype=jnp.int32)
+        return window_metrics(q, k, query_position=at)
+
+    q = jax.ShapeDtypeStruct((window, 8, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2048, 2, 128), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(device):
+        traced = jax.jit(f).trace(q, k)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "bf16>, tensor<" in text
+    assert "x2048xf32>" in text
