@@ -20,21 +20,33 @@ CONFIG = EvaluatorConfig(block_size=4, num_slots=4)
 HEADS = TINY.num_layers * TINY.num_kv_heads
 
 
-def dense_scores(model, tokens) -> np.ndarray:
-    """Logits after every token, by attention written out."""
+PADDED = 160
+"""Every plain pass runs so many tokens, so that each is compiled once."""
 
+
+def padded(tokens) -> np.ndarray:
+    out = np.zeros(PADDED, np.int32)
+    out[: len(tokens)] = tokens
+    return out
+
+
+@jax.jit
+def _dense(params, tokens):
     def attend(carry, layer, q, k, v):
-        k, v = (
-            jnp.repeat(k, q.shape[2] // k.shape[2], 2),
-            jnp.repeat(v, q.shape[2] // v.shape[2], 2),
-        )
+        group = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
         s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
         return carry, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v), ()
 
-    at = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    run = jax.jit(lambda t: forward(model.config, model.params, t, at, attend, ())[0])
-    return np.asarray(logits(model.config, model.params, run(jnp.asarray(tokens)[None])[0]))
+    at = jnp.arange(PADDED, dtype=jnp.int32)[None]
+    hidden, _, _ = forward(TINY, params, tokens[None], at, attend, ())
+    return logits(TINY, params, hidden[0])
+
+
+def dense_scores(model, tokens) -> np.ndarray:
+    """Logits after every token, by attention written out."""
+    return np.asarray(_dense(model.params, padded(tokens)))[: len(tokens)]
 
 
 def run_row(evaluator, row, protocols, variants) -> dict[tuple[str, str, float], dict]:
@@ -90,9 +102,19 @@ def test_an_answer_that_the_model_gives_counts_as_exact(evaluator, tiny_model):
     assert [result["em"] for result in results.values()] == [1, 1, 1]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def decode_step():
     return jax.jit(functools.partial(steps.decode_step, TINY, get_method("full")))
+
+
+@functools.cache
+def prefill(method):
+    return jax.jit(functools.partial(steps.prefill, TINY, get_method(method)))
+
+
+@functools.cache
+def admit(method):
+    return jax.jit(functools.partial(steps.admit, method=get_method(method)))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -103,9 +125,7 @@ def test_compressed_scores_equal_decoding_token_by_token(evaluator, tiny_model, 
     cut, full = tokens.cut(protocol), np.concatenate([tokens.prompt, tokens.target])
     result = run_row(evaluator, row, [protocol], [Variant(method, rate)])[protocol, method, rate]
 
-    prompt, scores = jax.jit(functools.partial(steps.prefill, TINY, get_method(method)))(
-        tiny_model.params, jnp.asarray(full[:cut]), jnp.int32(cut)
-    )
+    prompt, scores = prefill(method)(tiny_model.params, padded(full[:cut]), np.int32(cut))
     cache = init_cache(
         num_slots=1,
         num_layers=TINY.num_layers,
@@ -116,16 +136,14 @@ def test_compressed_scores_equal_decoding_token_by_token(evaluator, tiny_model, 
         block_size=4,
     )
     keep = rate_blocks(cut, rate, HEADS, 4)
-    cache, _, ok = steps.admit(
-        cache, jnp.int32(0), prompt, jnp.int32(keep), method=get_method(method)
-    )
+    cache, _, ok = admit(method)(cache, np.int32(0), prompt, np.int32(keep))
     assert ok
     assert result["kept"] == np.asarray(cache.context_len[0]).tolist()
     assert result["kvs"] == np.asarray(cache.context_len[0]).sum() < result["kvs_full"]
     predicted = [log_softmax(np.asarray(scores))]
     for token in full[cut:-1]:
         cache, scores, ok = decode_step()(
-            tiny_model.params, cache, jnp.asarray([token], jnp.int32), jnp.asarray([True])
+            tiny_model.params, cache, np.asarray([token], np.int32), np.asarray([True])
         )
         predicted.append(log_softmax(np.asarray(scores[0])))
     ours = np.stack(predicted)[-len(tokens.target) :]

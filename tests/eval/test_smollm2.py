@@ -1,0 +1,64 @@
+"""The evaluator on a real model, end to end."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.eval.evaluator import Evaluator, EvaluatorConfig, Variant
+from kvjax.eval.rows import PROTOCOLS, Skipped
+from kvjax.eval.tasks import Context, TaskOptions, make_rows
+from kvjax.models import load_model
+from kvjax.models.llama import forward, logits
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path):
+    return load_model("smollm2-135m", weights=smollm2_path)
+
+
+def plain_scores(model, tokens, last: int) -> np.ndarray:
+    """Log-probabilities after each of the last tokens, without the engine's attention."""
+
+    def attend(carry, layer, q, k, v):
+        group = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+        return carry, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v), ()
+
+    at = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(params, tokens):
+        hidden, _, _ = forward(model.config, params, tokens[None], at, attend, ())
+        return jax.nn.log_softmax(logits(model.config, params, hidden[0, -last:]))
+
+    return np.asarray(run(model.params, np.asarray(tokens, np.int32)))
+
+
+def test_needles_are_found_and_agree_with_a_plain_pass(model):
+    options = TaskOptions(lengths=(400,), rows=2, depths=2)
+    rows = make_rows(["passkey"], Context(model.tokenizer, options, Skipped()))
+    evaluator = Evaluator(model, EvaluatorConfig(num_slots=4))
+    found = 0
+    variants = [Variant("full", 1.0), Variant("kv-compress", 1.0), Variant("kv-compress", 8.0)]
+    for row in rows:
+        tokens = evaluator.tokenise(row)
+        whole = np.concatenate([tokens.prompt, tokens.target[:-1]])
+        scores = plain_scores(model, whole, len(tokens.target))
+        nll = -scores[np.arange(len(tokens.target)), tokens.target]
+        batches = evaluator.evaluate(row, tokens, dict.fromkeys(PROTOCOLS, variants))
+        for result in (result for batch in batches for result in batch):
+            if result["rate"] > 1:
+                assert result["kvs"] / result["kvs_full"] == pytest.approx(1 / 8, rel=0.1)
+                assert result["kl"] > 0
+                continue
+            assert result["em"] == (scores.argmax(-1) == tokens.target).all()
+            found += result["em"]
+            np.testing.assert_allclose(result["nll"], nll[1:].mean(), rtol=1e-3, atol=1e-4)
+            assert abs(result["kl"]) < 1e-4
+            assert result["agree"] == 1
+    assert found > 0
