@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import budget_blocks, free_blocks, init_cache, release
-from kvjax.cache.methods import Method, get_method
+from kvjax.cache.methods import Method, Observation, get_method
 from kvjax.engine import steps
 from kvjax.engine.runner import NO_BUDGET
 from kvjax.engine.sampling import init_sampling
@@ -26,6 +26,8 @@ from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import finish_answer, needs_answer, score_answer
 from kvjax.models import LoadedModel
 
+PLAIN = Observation(window=1)
+"""Stands for any observation where only the metric that came of it counts."""
 STEPS_PER_VISIT = 8
 """Tokens decoded before the host looks for stop texts."""
 
@@ -221,7 +223,7 @@ class _RowRun:
         """Results of the variants for the prompt compressed after `cut` tokens."""
         chunk = self.everything[cut:]
         fed = len(self.prompt) - cut
-        room = bucket(max(1, len(chunk)), 16)
+        room = bucket(max(1, len(chunk)), 8)
         growth = fed + self.new_tokens
         cache = self.evaluator.empty_cache(self.size + bucket(max(1, growth), 64))
         cuts = _Cut(self, cut, chunk, fed, room, growth)
@@ -312,11 +314,10 @@ class _Cut:
                 "admit whole", steps.admit_whole, cache, np.int32(slot), prompt, donate=(0,)
             )
         else:
-            fn = functools.partial(steps.admit, method=method)
+            chooses = _selection(method)
+            fn = functools.partial(steps.admit, method=chooses)
             args = (cache, np.int32(slot), prompt, np.int32(keep))
-            (cache, report, ok), took = evaluator._timed(
-                ("admit", _selection(method)), fn, *args, donate=(0,)
-            )
+            (cache, report, ok), took = evaluator._timed(("admit", chooses), fn, *args, donate=(0,))
             shortfall = int(report.shortfall[0])
         if not ok:
             return cache, None
@@ -456,8 +457,12 @@ class _Cut:
 
 
 def _selection(method: Method) -> Method:
-    """The method without what choosing survivors does not depend on, so that fewer compile."""
-    return dataclasses.replace(method, name="", summary="")
+    """The method without what `admit` does not depend on, so that fewer are compiled."""
+    anonymous = dataclasses.replace(
+        method, name="", summary="", runs="prefill", query_aware=True, evidence="own"
+    )
+    # Plain eviction reads the metric alone, however it was observed.
+    return dataclasses.replace(anonymous, observation=PLAIN) if method.is_plain else anonymous
 
 
 def _rounded(value: SupportsFloat) -> float:

@@ -196,16 +196,20 @@ def plot_kept(rows: Sequence[Result], protocol: str, rate: float) -> Figure | No
     image = None
     for axes in grid.flat[len(groups) :]:
         axes.set_axis_off()
-    for axes, (method, group) in zip(grid.flat, groups.items()):
-        share = np.mean([np.array(r["kept"]) / r["compressed_tokens"] for r in group], axis=0)
-        # 0 to four times the mean: most heads keep little, and a few keep nearly all.
-        image = axes.imshow(share * 100, aspect="auto", cmap="viridis", vmin=0, vmax=400 / rate)
+    shares = {
+        method: 100 * np.mean([np.array(r["kept"]) / r["compressed_tokens"] for r in group], axis=0)
+        for method, group in groups.items()
+    }
+    # The few heads that keep nearly all would leave one colour to all others.
+    top = float(np.quantile(np.concatenate([s.ravel() for s in shares.values()]), 0.99))
+    for axes, (method, share) in zip(grid.flat, shares.items()):
+        image = axes.imshow(share, aspect="auto", cmap="viridis", vmin=0, vmax=top)
         axes.set_title(method, fontsize=6)
         axes.tick_params(labelsize=6)
         axes.set_xticks(range(share.shape[1]))
     figure.supxlabel("KV head", fontsize=8)
     figure.supylabel("layer", fontsize=8)
-    label = "% of the prompt's KVs (colour ends at four times the mean)"
+    label = "% of the prompt's KVs"
     figure.colorbar(image, ax=grid, label=label, shrink=0.6, extend="max")
     figure.suptitle(f"KVs kept at rate {rate:g} ({protocol})", fontsize=10)
     return figure

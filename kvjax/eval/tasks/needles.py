@@ -4,19 +4,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.errors import UserError
 from kvjax.eval.rows import Row
 from kvjax.eval.tasks.base import (
     Context,
     Haystack,
     background_room,
     chat_segments,
-    count_tokens,
     digits,
     insert_at,
 )
-from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
+from kvjax.eval.tasks.wordings import FACTS, KEYS, LISTS, NEEDLES, PASSKEYS
 
+PAIRS = 16
+"""Entries of a list of words and numbers."""
 Draw = Callable[[int, np.random.Generator], tuple[str, str, str, str]]
 """(row, rng) -> statement, question, beginning of the answer, value."""
 
@@ -88,45 +88,17 @@ def fact(context: Context) -> list[Row]:
 
 
 def key_value(context: Context) -> list[Row]:
-    """A list of words with a number of four digits each; one of them is asked for."""
-    options, tokenizer = context.options, context.tokenizer
-    head, suffix = chat_segments(tokenizer)
-    first = "A list of names and numbers:\n"
-    rows = []
-    for length in options.lengths:
-        for index in range(options.rows):
-            rng = options.rng("kv", length, index)
-            asked = "\n\nWhich number stands beside {}?"
-            prefix = "The number beside {} is"
-            longest = (asked.format("bramble thistle"), prefix.format("bramble thistle"))
-            room = background_room(context, length, head, first, suffix, *longest)
-            lines: list[tuple[str, str]] = []
-            used: set[str] = set()
-            while True:
-                first_word, second_word = rng.choice(KEYS, 2, replace=False)
-                name, value = f"{first_word} {second_word}", digits(rng, 4)
-                room -= count_tokens(tokenizer, f"{name}: {value}\n")
-                if room < 0:
-                    break
-                if name not in used:
-                    used.add(name)
-                    lines.append((name, value))
-            if not lines:
-                raise UserError(f"length {length}: too short for a list, give a longer one")
-            depth = options.depth(index)
-            name, value = lines[round(depth * (len(lines) - 1))]
-            rows.append(
-                Row(
-                    id=options.id_of("kv", length, index),
-                    task="kv",
-                    length=length,
-                    head=head,
-                    context=first + "\n".join(f"{name}: {value}" for name, value in lines),
-                    question=asked.format(name),
-                    suffix=suffix,
-                    answer_prefix=prefix.format(name),
-                    target=" " + value,
-                    depth=depth,
-                )
-            )
-    return rows
+    """A short list of words with a number each, somewhere in the text; one is asked for."""
+    options = context.options
+
+    def draw(index: int, rng: np.random.Generator):
+        names = rng.permutation(KEYS)[:PAIRS]
+        values = [digits(rng, 4) for _ in names]
+        first, question, prefix = LISTS[options.split]
+        listed = "\n".join(f"{name}: {value}" for name, value in zip(names, values))
+        # Any of them may be asked for, whatever the depth of the list.
+        asked = int(rng.integers(PAIRS))
+        question, prefix = question.format(key=names[asked]), prefix.format(key=names[asked])
+        return f"\n\n{first}\n{listed}\n\n", question, prefix, values[asked]
+
+    return _in_background(context, "kv", draw)

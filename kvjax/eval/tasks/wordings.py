@@ -133,6 +133,20 @@ BINDINGS: dict[str, tuple[str, str, str, str, str]] = {
 }
 """A number {v} of a name {key}: statement; question for one, for several; answers likewise."""
 
+LISTS: dict[str, tuple[str, str, str]] = {
+    "dev": (
+        "The boxes and their numbers:",
+        "Which number does the box {key} have?",
+        "The number of the box {key} is",
+    ),
+    "test": (
+        "The rooms and their keys:",
+        "Which key does the room {key} have?",
+        "The key of the room {key} is",
+    ),
+}
+"""What a list of words and numbers is called, and how an entry is asked for."""
+
 KEYS = (
     *("amber", "basil", "cobalt", "dahlia", "ember", "falcon", "ginger", "hazel", "indigo"),
     *("jasper", "kelp", "lilac", "maple", "nickel", "onyx", "pepper", "quartz", "raven"),
