@@ -18,6 +18,7 @@ by one. Without any, needles hide in topics of the Python documentation.
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -108,7 +109,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     cache.add_argument(
         "--floor", type=int, default=0, help="tokens that every rate keeps at least (%(default)s)"
     )
-    cache.add_argument("--batch", type=int, default=16, help="variants side by side (%(default)s)")
+    cache.add_argument(
+        "--batch", type=int, help="variants side by side (as memory allows; 16 on a CPU)"
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -163,23 +166,42 @@ def choose_protocols(text: str) -> list[str]:
     return names
 
 
-def found(given: Path | None, data: Path | None, *places: str) -> Path | None:
-    """A path that was given, or the first of some places below the data folder that is there."""
-    if given is not None:
-        if not given.exists():
-            raise UserError(f"there is no {given}")
-        return given
-    if data is None:
-        return None
-    return next((data / place for place in places if (data / place).exists()), None)
+PLACES = {
+    "haystack": ("needle", ("needle", "passkey", "fact", "kv", "ruler-")),
+    "texts": ("books", ("continuation",)),
+    "longbench": ("longbench", ("longbench",)),
+    "gsm8k": ("gsm8k", ("gsm8k",)),
+    "xsum": ("xsum", ("xsum",)),
+}
+"""Where each option's data lie below --data, and the beginnings of the tasks that need them."""
 
 
-def task_options(options: argparse.Namespace) -> Any:
-    from kvjax.eval.tasks import TaskOptions
+def find_data(options: argparse.Namespace, tasks: list[str]) -> dict[str, Path]:
+    """What was given of `PLACES`, or stands below the data folder.
 
+    Raises:
+        UserError: a path is not there, or the data folder lacks what a task needs.
+    """
     data = options.data
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data}: there is no such folder")
+    paths = {}
+    for option, (place, needed_by) in PLACES.items():
+        given = getattr(options, option)
+        path = given if given is not None else data and data / place
+        needed = [task for task in tasks if task.startswith(needed_by)]
+        if path is None or (given is None and not needed):
+            continue
+        if not path.exists():
+            why = "" if given is not None else f", which the task {needed[0]} needs (or --{option})"
+            raise UserError(f"there is no {path}{why}")
+        paths[option] = path
+    return paths
+
+
+def task_options(options: argparse.Namespace) -> Any:
+    from kvjax.eval.tasks import TaskOptions, expand_tasks
+
     return TaskOptions(
         lengths=tuple(numbers("length", options.length, int)),
         rows=options.rows,
@@ -187,11 +209,7 @@ def task_options(options: argparse.Namespace) -> Any:
         split=options.split,
         seed=options.seed,
         target_tokens=options.target_tokens,
-        haystack=found(options.haystack, data, "needle"),
-        texts=found(options.texts, data, "books"),
-        longbench=found(options.longbench, data, "longbench"),
-        gsm8k=found(options.gsm8k, data, "gsm8k"),
-        xsum=found(options.xsum, data, "xsum"),
+        **find_data(options, expand_tasks(split_list("tasks", options.tasks))),
     )
 
 
@@ -230,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
         read_prompts(Path(name), Skipped())
     config = EvaluatorConfig(
         block_size=options.block_size,
-        num_slots=options.batch,
+        num_slots=16 if options.batch is None else options.batch,
         floor=options.floor,
         context_length=options.context_length,
         max_new_tokens=options.max_new_tokens,
@@ -260,7 +278,7 @@ def evaluate(
     import jax
 
     from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.eval.evaluator import Evaluator
+    from kvjax.eval.evaluator import Evaluator, slots_for
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run, spell, tokenised
@@ -281,6 +299,10 @@ def evaluate(
     skipped = Skipped()
     progress("prompts")
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    if options.batch is None:
+        longest = max(len(t.prompt) + len(t.target) for _, t in rows)
+        config = dataclasses.replace(config, num_slots=slots_for(model, longest))
+        evaluator = Evaluator(model, config)
     progress.clear()
     for reason in skipped.reasons:
         print(f"skipped {reason}", file=sys.stderr)

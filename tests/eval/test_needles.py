@@ -90,13 +90,15 @@ def test_splits_share_neither_wording_nor_background(haystack):
 def test_key_value_lists_hold_the_asked_pair_once(haystack):
     asked = set()
     for row in rows_of(["kv"], haystack):
-        name = re.split(r"room | have", row.question)[1]
-        pairs = re.findall(r"^(\w+): (\d{4})$", row.context, re.MULTILINE)
-        assert len(pairs) == len({word for word, _ in pairs}) == 16
+        name = re.split(r"ticket |\?", row.question)[1]
+        pairs = re.findall(
+            r"^The price of the ticket (\w+) is (\d{4})\.$", row.context, re.MULTILINE
+        )
+        assert len(pairs) == len({word for word, _ in pairs}) == 4
         assert f" {dict(pairs)[name]}" == row.target
         asked.add([word for word, _ in pairs].index(name))
         assert 0.8 * row.length <= len(texts([row])[0]) <= row.length
-    assert len(asked) > 5
+    assert len(asked) > 2
 
 
 def test_the_background_needs_no_file():

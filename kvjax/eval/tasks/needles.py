@@ -15,7 +15,7 @@ from kvjax.eval.tasks.base import (
 )
 from kvjax.eval.tasks.wordings import FACTS, KEYS, LISTS, NEEDLES, PASSKEYS
 
-PAIRS = 16
+PAIRS = 4
 """Entries of a list of words and numbers."""
 Draw = Callable[[int, np.random.Generator], tuple[str, str, str, str]]
 """(row, rng) -> statement, question, beginning of the answer, value."""
@@ -94,11 +94,11 @@ def key_value(context: Context) -> list[Row]:
     def draw(index: int, rng: np.random.Generator):
         names = rng.permutation(KEYS)[:PAIRS]
         values = [digits(rng, 4) for _ in names]
-        first, question, prefix = LISTS[options.split]
-        listed = "\n".join(f"{name}: {value}" for name, value in zip(names, values))
+        line, question, prefix = LISTS[options.split]
+        listed = "\n".join(line.format(key=name, v=value) for name, value in zip(names, values))
         # Any of them may be asked for, whatever the depth of the list.
         asked = int(rng.integers(PAIRS))
         question, prefix = question.format(key=names[asked]), prefix.format(key=names[asked])
-        return f"\n\n{first}\n{listed}\n\n", question, prefix, values[asked]
+        return f"\n\n{listed}\n\n", question, prefix, values[asked]
 
     return _in_background(context, "kv", draw)

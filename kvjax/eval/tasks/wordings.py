@@ -135,17 +135,17 @@ BINDINGS: dict[str, tuple[str, str, str, str, str]] = {
 
 LISTS: dict[str, tuple[str, str, str]] = {
     "dev": (
-        "The boxes and their numbers:",
-        "Which number does the box {key} have?",
-        "The number of the box {key} is",
-    ),
-    "test": (
-        "The rooms and their keys:",
-        "Which key does the room {key} have?",
+        "The key of the room {key} is {v}.",
+        "What is the key of the room {key}?",
         "The key of the room {key} is",
     ),
+    "test": (
+        "The price of the ticket {key} is {v}.",
+        "What is the price of the ticket {key}?",
+        "The price of the ticket {key} is",
+    ),
 }
-"""What a list of words and numbers is called, and how an entry is asked for."""
+"""A line of a list, and how its number is asked for."""
 
 KEYS = (
     *("amber", "basil", "cobalt", "dahlia", "ember", "falcon", "ginger", "hazel", "indigo"),
