@@ -54,7 +54,8 @@ step() {
         return
     fi
     echo "== $name (at most $limit s)"
-    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$text" | cut -c1-200 | tail -n 60
+    # The long lines of JSON are in the files.
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$text" | grep -v '^{' | tail -n 60
     code=${PIPESTATUS[0]}
     cat "$text" >>"$out/log.txt"
     if [[ ! -s $out/$name.json ]]; then
