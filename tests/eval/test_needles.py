@@ -94,11 +94,11 @@ def test_key_value_lists_hold_the_asked_pair_once(haystack):
         pairs = re.findall(
             r"^The price of the ticket (\w+) is (\d{4})\.$", row.context, re.MULTILINE
         )
-        assert len(pairs) == len({word for word, _ in pairs}) == 4
+        assert len(pairs) == len({word for word, _ in pairs}) == 3
         assert f" {dict(pairs)[name]}" == row.target
         asked.add([word for word, _ in pairs].index(name))
         assert 0.8 * row.length <= len(texts([row])[0]) <= row.length
-    assert len(asked) > 2
+    assert len(asked) == 3
 
 
 def test_the_background_needs_no_file():

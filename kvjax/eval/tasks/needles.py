@@ -15,7 +15,7 @@ from kvjax.eval.tasks.base import (
 )
 from kvjax.eval.tasks.wordings import FACTS, KEYS, LISTS, NEEDLES, PASSKEYS
 
-PAIRS = 4
+PAIRS = 3
 """Entries of a list of words and numbers."""
 Draw = Callable[[int, np.random.Generator], tuple[str, str, str, str]]
 """(row, rng) -> statement, question, beginning of the answer, value."""

@@ -58,9 +58,9 @@ PASSKEYS: dict[str, tuple[Wording, ...]] = {
     ),
     "test": (
         (
-            "The pass key is {v}. Do not forget it, {v} is the pass key.",
-            "What is the pass key?",
-            "The pass key is",
+            "The vault number is {v}. Do not forget it, {v} is the vault number.",
+            "What is the vault number?",
+            "The vault number is",
         ),
         (
             "Your access number is {v}. Once more: your access number is {v}.",
