@@ -115,7 +115,10 @@ def measure_limits() -> dict[str, float]:
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)
     product = jax.jit(jnp.matmul)
     rate = 2 * n**3 / median_seconds(lambda: product(x, x))
-    return {"copy_bytes_per_s": copy_bandwidth(1 << (26 if cpu else 31)), "flop_per_s": rate}
+    return {
+        "copy_bytes_per_s": copy_bandwidth(1 << (26 if cpu else 31), 2e10 if cpu else 4e12),
+        "flop_per_s": rate,
+    }
 
 
 def roofline_seconds(llm: Any, limits: dict[str, float], spent: dict[str, float]) -> float:
@@ -277,26 +280,33 @@ def show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(show_edge=False)
-    names = "length,rate,total tok/s,output tok/s,vs v,batch,mean,expected,preempted,prefill,compress,decode,host,roofline"  # noqa: E501
-    for name in names.split(","):
+    names = ("length", "rate", "total tok/s", "output tok/s", "vs v", "batch", "mean", "expected")
+    phases = ("prefill", "compress", "decode", "host")
+    for name in (*names, "preempted", *phases, "roofline"):
         table.add_column(name, justify="right")
+
+    def cell(row: dict[str, Any], name: str, form: str) -> str:
+        return form.format(row[name]) if row.get(name) is not None else ""
+
     for row in rows:
-        same = [r for r in rows if r["input_len"] == row["input_len"] and r["rate"] is None]
-        ratio = row["total_tokens_per_second"] / same[0]["total_tokens_per_second"] if same else 0
-        phases = [f"{row['seconds_by_phase'][p]:.1f} s" for p in row["seconds_by_phase"]]
-        share = f"{row['roofline_share']:.0%}" if "roofline_share" in row else ""
+        vanilla = [
+            other["total_tokens_per_second"]
+            for other in rows
+            if other["input_len"] == row["input_len"] and other.get("rate", 0) is None
+        ]
+        rate = "peer" if row.get("peer") else cell(row, "rate", "{:g}") or "v"
         table.add_row(
-            "trace" if row["input_len"] is None else str(row["input_len"]),
-            "v" if row["rate"] is None else f"{row['rate']:g}",
-            f"{row['total_tokens_per_second']:,.1f}",
-            f"{row['output_tokens_per_second']:,.1f}",
-            f"{ratio:.2f}×" if ratio else "",
-            str(row["max_batch"]),
-            f"{row['mean_batch']:.1f}",
-            str(row["expected_batch"]),
-            str(row["preemptions"]),
-            *phases,
-            share,
+            cell(row, "input_len", "{}") or "trace",
+            rate,
+            cell(row, "total_tokens_per_second", "{:,.1f}"),
+            cell(row, "output_tokens_per_second", "{:,.1f}"),
+            f"{row['total_tokens_per_second'] / vanilla[0]:.2f}×" if vanilla else "",
+            cell(row, "max_batch", "{}"),
+            cell(row, "mean_batch", "{:.1f}"),
+            cell(row, "expected_batch", "{}"),
+            cell(row, "preemptions", "{}"),
+            *(cell(row.get("seconds_by_phase", {}), phase, "{:.1f} s") for phase in phases),
+            cell(row, "roofline_share", "{:.0%}"),
         )
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
     console.print(table)

@@ -335,8 +335,8 @@ class LLM:
             self.metrics.observe(self.scheduler, self.worker)
         return outputs
 
-    def _sweep(self) -> None:
-        """Take out what has ended, and empty its slots."""
+    def _sweep(self) -> bool:
+        """Take out what has ended, and empty its slots. Returns whether there was any."""
         slots = []
         for request in [r for r in self.scheduler if r.finish_reason is not None]:
             if self._job is not None and self._job.request is request:
@@ -346,6 +346,7 @@ class LLM:
                 slots.append(slot)
         if slots:
             self.worker.empty(slots)
+        return bool(slots)
 
     def _prefill(self) -> None:
         """Run a chunk's worth of prompts, and start those that are through."""
@@ -498,10 +499,10 @@ class LLM:
                 if not visit.active[column]:
                     self._ended(request)
         self.metrics.visited(visit.tokens, visit.kvs, self._heads)
-        self._sweep()
-        if not visit.ok:
+        # Where a sequence has just ended, its blocks may be all that was missing.
+        if not self._sweep() and not visit.ok:
             self._make_room(progress)
-        else:
+        if visit.ok:
             self._compressed_in_vain = False
 
     def _note_start(self, request: Request, started: Any, now: float) -> None:

@@ -1,0 +1,98 @@
+"""Hugging Face transformers serving the same load as a row of scripts/throughput.py.
+
+`ask_peer` runs this file in a Python that has torch and transformers: weights are random, the
+shapes those of the model. On a GPU its continuous batching serves all prompts; on a CPU `generate`
+does, in batches as large as the row's own pool holds without compression.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def ask_peer(options: Any, model: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """The peer's row for the load of `row`, which has one prompt length."""
+    from kvjax.errors import UserError
+
+    config = model.config
+    if row["input_len"] is None:
+        raise UserError("--peer-python serves prompts of one length: leave --trace out")
+    tokens = row["input_len"] + row["output_len"]
+    load = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": max(tokens, config.max_position_embeddings),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": row["dtype"],
+        "num_prompts": row["num_prompts"],
+        "input_len": row["input_len"],
+        "output_len": row["output_len"],
+        "batch": max(1, min(row["num_prompts"], row["pool_tokens"] // tokens)),
+    }
+    command = [options.peer_python, str(Path(__file__)), json.dumps(load)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise UserError(f"--peer-python {options.peer_python}: {told[-1]}") from error
+    same = ("model", "input_len", "output_len", "num_prompts", "pool_tokens", "dtype", "device")
+    return {name: row[name] for name in same} | json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    load = json.loads(sys.argv[1])
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    dtype = getattr(torch, load["dtype"])
+    names = ("dtype", "num_prompts", "input_len", "output_len", "batch")
+    shapes = {name: value for name, value in load.items() if name not in names}
+    gpu = torch.cuda.is_available()
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.manual_seed(0)
+    with torch.device("cuda" if gpu else "cpu"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shapes)).to(dtype).eval()
+    num, length, new = (load[name] for name in ("num_prompts", "input_len", "output_len"))
+    prompts = torch.randint(0, load["vocab_size"], (num, length))
+    settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    start = time.perf_counter()
+    if gpu:
+        config = transformers.GenerationConfig(**settings)
+        model.generate_batch(inputs=prompts.tolist(), generation_config=config)
+    else:
+        with torch.inference_mode():
+            for first in range(0, num, load["batch"]):
+                rows = prompts[first : first + load["batch"]]
+                model.generate(
+                    rows,
+                    attention_mask=torch.ones_like(rows),
+                    min_new_tokens=new,
+                    **settings,
+                )
+    seconds = time.perf_counter() - start
+    print(
+        json.dumps(
+            {
+                "method": f"transformers {transformers.__version__}, torch {torch.__version__}",
+                "weights": "random weights",
+                "seconds": seconds,
+                "total_tokens_per_second": num * (length + new) / seconds,
+                "output_tokens_per_second": num * new / seconds,
+                "max_batch": None if gpu else load["batch"],
+                "peer": True,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The steps of continuous batching change the pool in place."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax.cache.methods import get_method
+from kvjax.engine import visits
+from kvjax.engine.sampling import init_sampling
+from kvjax.engine.steps import PromptKV
+from kvjax.models.llama import abstract_params
+from tests.cache.programs import abstract_cache, pool_bytes, unchecked
+from tests.cache.test_memory_of_steps import MODEL, SHAPES
+
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
+FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
+EOS = jax.ShapeDtypeStruct((1,), jnp.int32)
+SOME = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def visit(method: str, num_top: int | None = None) -> tuple:
+    run = partial(visits.decode_visit, MODEL, get_method(method), 4, num_top)
+    params = abstract_params(MODEL, jnp.float32)
+    state = abstract(visits.init_slots(SHAPES.S))
+
+    def step(cache, params, state, slots, limit, eos):
+        return run(params, cache, state, slots, limit, eos)
+
+    return step, (abstract_cache(SHAPES), params, state, SOME, NUMBER, EOS)
+
+
+def admit(method: str | None) -> tuple:
+    run = partial(visits.admit, None if method is None else get_method(method), None)
+    kv = jax.ShapeDtypeStruct((SHAPES.L, 64, SHAPES.H, SHAPES.d), jnp.float32)
+    metric = jax.ShapeDtypeStruct((SHAPES.L, SHAPES.H, 64), jnp.float32)
+    state = abstract(visits.init_slots(SHAPES.S))
+    scores = jax.ShapeDtypeStruct((MODEL.vocab_size,), jnp.float32)
+    start = visits.Start(NUMBER, FLAG, FLAG, abstract(init_sampling(1)))
+    prompt = PromptKV(kv, kv, metric, NUMBER)
+    return run, (abstract_cache(SHAPES), state, NUMBER, prompt, NUMBER, scores, start, EOS)
+
+
+def compress(method: str) -> tuple:
+    run = partial(visits.compress_some, get_method(method), 100_000, 16)
+    return run, (abstract_cache(SHAPES), SOME, SOME)
+
+
+def empty() -> tuple:
+    marked = jax.ShapeDtypeStruct((SHAPES.S,), jnp.bool_)
+    return visits.empty, (abstract_cache(SHAPES), abstract(visits.init_slots(SHAPES.S)), marked)
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments"),
+    [
+        (visit, ("full",)),
+        (visit, ("kv-compress-continual", 20)),
+        (admit, (None,)),
+        (admit, ("kv-compress",)),
+        (compress, ("kv-compress",)),
+        (empty, ()),
+    ],
+)
+def test_steps_copy_no_pool(step, arguments):
+    with unchecked():
+        fn, args = step(*arguments)
+        analysis = jax.jit(fn, donate_argnums=0).lower(*args).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.alias_size_in_bytes >= pool_bytes(args[0])
+    assert analysis.temp_size_in_bytes < pool_bytes(args[0]) / 10

@@ -1,0 +1,141 @@
+"""scripts/throughput.py as its user meets it: results, tables, traces, bad input."""
+
+import gzip
+import importlib
+import json
+import sys
+
+import pytest
+
+from kvjax.cli import main_of
+from tests.scripts.conftest import SCRIPTS, TINY
+
+SMALL = ("--num-prompts", 6, "--output-len", 8, "--max-batch", 4, "--no-limits", "--no-warmup")
+
+
+@pytest.fixture
+def throughput(monkeypatch, capsys, tiny_folder):
+    """Runs the script on the tiny checkpoint: exit code, the JSON lines of stdout, stderr."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def run(*arguments, weights=tiny_folder):
+        module = importlib.import_module("throughput")
+        code = main_of(module.main, [str(a) for a in ("--weights", weights, *arguments)])
+        out, err = capsys.readouterr()
+        return code, [json.loads(line) for line in out.splitlines()], err
+
+    yield run
+    for name in ("throughput", "throughput_work", "throughput_plots", "throughput_peer"):
+        sys.modules.pop(name, None)
+
+
+def test_rates_and_lengths_give_a_line_each(throughput, tmp_path):
+    code, rows, err = throughput(
+        *SMALL, "--rate", "v", "8", "--input-len", 60, 200, "--pool-tokens", 480,
+        "--out", tmp_path / "rows.jsonl", "--plot-dir", tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    assert [(row["input_len"], row["rate"]) for row in rows] == [
+        (60, None), (60, 8.0), (200, None), (200, 8.0),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["total_tokens_per_second"] == pytest.approx(
+            6 * (row["input_len"] + 8) / row["seconds"]
+        )
+        assert row["output_tokens_per_second"] == pytest.approx(6 * 8 / row["seconds"])
+        assert 0 < row["mean_batch"] <= row["max_batch"] <= 4
+        assert sum(row["seconds_by_phase"].values()) == pytest.approx(row["seconds"], rel=0.2)
+        assert row["num_blocks"] == 480 // 16 * TINY.num_layers * TINY.num_kv_heads
+        assert row["preemptions"] == 0
+    vanilla, compressed = rows[2:]
+    assert vanilla["max_batch"] == vanilla["expected_batch"] == 2
+    assert compressed["max_batch"] == compressed["expected_batch"] == 3
+    assert vanilla["evicted_blocks"] == 0 < compressed["evicted_blocks"]
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    for name in ("total_tokens_per_second_by_rate", "max_batch_by_rate"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    assert (tmp_path / "total_tokens_per_second_by_length.png").exists()
+    assert "expected" in err
+
+
+def test_the_machine_bounds_what_was_done(throughput):
+    arguments = [a for a in SMALL if a != "--no-limits"]
+    code, (row,), err = throughput(*arguments, "--rate", "1", "--input-len", 60)
+    assert code == 0, err
+    assert row["limits"]["copy_bytes_per_s"] > 1e8
+    assert row["limits"]["flop_per_s"] > 1e8
+    assert row["roofline_share"] == pytest.approx(row["roofline_seconds"] / row["seconds"])
+    assert 0 < row["roofline_share"] < 1
+
+
+TRACES = {
+    "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    "2023-11-16 18:15:46.6805900,37,4\n2023-11-16 18:15:46.9805900,39,5\n",
+    "mooncake.jsonl": '{"timestamp": 9000, "input_length": 37, "output_length": 4}\n'
+    '{"timestamp": 9300, "input_length": 39, "output_length": 5}\n',
+    "lengths.csv": "prompt_tokens,output_tokens,turns\n37,4,1\n39,5,1\n",
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces(throughput, tmp_path, name):
+    trace = tmp_path / f"{name}.gz"
+    trace.write_bytes(gzip.compress(TRACES[name].encode()))
+    work = importlib.import_module("throughput_work")
+    first, second = work.read_trace(str(trace), 10)
+    assert (first.input_len, first.output_len) == (37, 4)
+    assert (second.input_len, second.output_len) == (39, 5)
+    assert second.seconds == pytest.approx(0 if name == "lengths.csv" else 0.3)
+    assert work.at_rate([first, second], 2.0, seed=0)[1].seconds > 0
+    if name != "azure.csv":
+        return
+    code, (row,), err = throughput(*SMALL, "--trace", trace, "--request-rate", 20, "--rate", "v")
+    assert code == 0, err
+    assert row["trace"] == trace.name
+    assert row["num_prompts"] == 2
+    assert row["time_to_first_token"]["p50"] <= row["time_to_first_token"]["p99"]
+    assert row["time_per_output_token"]["p50"] > 0
+
+
+def test_a_scaled_trace_has_the_rate_asked_for(throughput):
+    work = importlib.import_module("throughput_work")
+    arrivals = [work.Arrival(t, 10, 5) for t in (0.0, 1.0, 4.0, 9.0)]
+    assert [row.seconds for row in work.at_rate(arrivals, 3.0, 0)] == pytest.approx(
+        [0, 1 / 9, 4 / 9, 1]
+    )
+    assert work.at_rate(arrivals, None, 0) == arrivals
+
+
+BAD = [
+    (("--rate", "fast"), "--rate fast"),
+    (("--rate", "0.5"), "rate 0.5"),
+    (("--input-len", "0"), "--input-len 0"),
+    (("--num-prompts", "0"), "--num-prompts 0"),
+    (("--output-len", "-3"), "--output-len -3"),
+    (("--emulate", "l4", "--pool-tokens", "5"), "--emulate and --pool-tokens"),
+    (("--method", "kv-compres", "--rate", "8"), "did you mean kv-compress"),
+    (("--trace", "nowhere.csv"), "cannot read --trace nowhere.csv"),
+    (("--out", "nowhere/rows.jsonl"), "--out nowhere/rows.jsonl"),
+    (("--prompt-file", "nowhere.txt"), "cannot read --prompt-file nowhere.txt"),
+    (("--rate", "v", "--input-len", "200", "--pool-tokens", "64"), "give a pool of 208 tokens"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD)
+def test_bad_input_gets_one_line(throughput, arguments, says):
+    code, rows, err = throughput(*SMALL, *arguments)
+    assert code == 2
+    assert rows == []
+    last = err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert says in last
+    assert "Traceback" not in err
+
+
+def test_a_malformed_trace_names_the_row(throughput, tmp_path):
+    trace = tmp_path / "bad.csv"
+    trace.write_text("prompt_tokens,output_tokens\n10,5\nten,5\n")
+    code, _, err = throughput(*SMALL, "--trace", trace)
+    assert code == 2
+    assert "row 2" in err.splitlines()[-1]
