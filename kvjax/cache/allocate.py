@@ -39,13 +39,15 @@ def apportion(
         total: sum of the result.
         units: upper bound of `high` (static).
     """
+    # In whole numbers: devices divide floats inexactly, which would break ties at random.
+    _, exponent = jnp.frexp(jnp.max(share))
+    amount = jnp.ldexp(share, 30 - exponent).astype(jnp.int32)
     unit = jnp.arange(1, units + 1, dtype=jnp.int32)
-    claim = -share[:, None] / (unit.astype(jnp.float32) - 0.5)
-    claim = jnp.where(unit <= low[:, None], -jnp.inf, claim)
-    claim = jnp.where(unit <= high[:, None], claim, jnp.inf).reshape(-1)
+    claim = -(amount[:, None] // (2 * unit - 1))
+    claim = jnp.where(unit <= low[:, None], jnp.iinfo(jnp.int32).min, claim)
+    claim = jnp.where(unit <= high[:, None], claim, jnp.iinfo(jnp.int32).max).reshape(-1)
     total = jnp.clip(total, jnp.sum(low), jnp.sum(high))
-    last = jnp.sort(claim)[jnp.maximum(total - 1, 0)]
-    given = smallest(claim, total, jnp.where(total > 0, last, -jnp.inf))
+    given = smallest(claim, total, jnp.sort(claim)[jnp.maximum(total - 1, 0)]) & (total > 0)
     return jnp.sum(given.reshape(-1, units), axis=-1, dtype=jnp.int32)
 
 

@@ -15,8 +15,10 @@ from kvjax.cache.evict import MAX_KVS_PER_STEP, schedule_evictions
 from kvjax.cache.keys import method_keys
 from kvjax.cache.methods.base import Method
 from kvjax.cache.move import move_cache
+from kvjax.cache.observe import Observed
 from kvjax.cache.paged import PagedCache, blocks_for, valid_slots, write_prompt
-from kvjax.cache.prices import block_prices, smallest
+from kvjax.cache.prices import block_prices
+from kvjax.cache.representatives import evicted_kvs
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -77,7 +79,7 @@ def write_survivors(
     slot: Int32[Array, ""] | int,
     k: Float[Array, "L T H d"],
     v: Float[Array, "L T H d"],
-    metric: Float[Array, "L H T"],
+    metric: Float[Array, "L H T"] | Observed,
     length: Int32[Array, ""] | int,
     keep_blocks: Int32[Array, ""] | int,
     *,
@@ -95,7 +97,7 @@ def write_survivors(
         slot: index of the sequence slot.
         k: keys of tokens 0 … T−1; those from `length` on are padding.
         v: values of the same tokens.
-        metric: eviction metric of each KV.
+        metric: eviction metric of each KV, or all that the method observed.
         length: tokens of the prompt (≤ T).
         keep_blocks: the budget in blocks.
         protected: newest token positions that are never evicted.
@@ -113,17 +115,25 @@ def write_survivors(
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     heads = (num_layers, num_heads)
     context_len = jnp.broadcast_to(length, heads)
+    observed = metric if isinstance(metric, Observed) else Observed(metric)
+    metric = observed.metric
     owned = jnp.sum(blocks_for(context_len, b))
     evict = jnp.maximum(0, owned - keep_blocks)
     plan = Plan.of(method, *heads, b, owned - evict, length, protected)
     position = jnp.broadcast_to(token, metric.shape)
-    keys = method_keys(method, metric, position, context_len, context_len, plan.protected, sinks)
-    shares = jax.vmap(lambda k, t: head_shares(method, k, t, plan.protected))(keys, plan.tokens)
-    keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
-    blocks, count, threshold, shortfall = choose_blocks(
-        method, block_prices(keys, context_len, b), shares, plan.tokens, context_len, evict, b
+    keys, raw = method_keys(
+        method, metric, position, context_len, context_len, plan.protected, sinks
     )
-    kept = ~smallest(keys, count, threshold)[..., :num_tokens] & (token < length)
+    shares = jax.vmap(lambda k, t: head_shares(method, k, t, plan.protected))(keys, plan.tokens)
+    padded = jnp.pad(keys, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
+    blocks, count, threshold, shortfall = choose_blocks(
+        method, block_prices(padded, context_len, b), shares, plan.tokens, context_len, evict, b
+    )
+    held_k = jnp.swapaxes(k, 1, 2) if method is not None and method.needs_keys else None
+    evicted = evicted_kvs(
+        method, keys, raw, position, context_len, count, threshold, observed.votes, held_k
+    )
+    kept = ~evicted & (token < length)
     rank = jnp.where(kept, jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, num_tokens)
     layer, head = jnp.arange(num_layers)[:, None, None], jnp.arange(num_heads)[:, None]
     kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)

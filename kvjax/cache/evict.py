@@ -9,7 +9,7 @@ KVs cost +inf, and a head keeps its last block (equation 16).
 
 import dataclasses
 from functools import partial
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from kvjax.cache.allocate import Plan, choose_blocks, head_shares
 from kvjax.cache.keys import method_keys
 from kvjax.cache.methods.base import Method
 from kvjax.cache.paged import PagedCache, blocks_for, valid_slots
-from kvjax.cache.prices import block_prices, smallest
+from kvjax.cache.prices import block_prices
+from kvjax.cache.representatives import evicted_kvs
 
 MAX_KVS_PER_STEP = 5_000_000
 """KVs whose metrics are sorted at once; more are sorted in several rounds, none is left out."""
@@ -62,6 +63,15 @@ def head_rows(
     return table, context_len, jnp.broadcast_to(seq_len[:, None], context_len.shape)
 
 
+class RowKeys(NamedTuple):
+    """What decides about the KVs of some (slot, layer) pairs, by logical index, T = M·b."""
+
+    keys: Float[Array, "R H T"]
+    raw: Float[Array, "R H T"]
+    """The keys before a method's pages were joined."""
+    position: Int32[Array, "R H T"]
+
+
 def row_keys(
     metric: Float[Array, "N b"],
     position: Int32[Array, "N b"],
@@ -69,19 +79,16 @@ def row_keys(
     protected: Int32[Array, " R"],
     sinks: Int32[Array, ""] | int,
     method: Method | None = None,
-) -> Float[Array, "R H T"]:
-    """`method_keys` of some (slot, layer) pairs by logical index, T = M·b."""
+) -> RowKeys:
+    """`method_keys` of some (slot, layer) pairs."""
     table, context_len, seq_len = rows
     pages = (*table.shape[:2], table.shape[2] * metric.shape[1])
-    return method_keys(
-        method,
-        metric.at[table].get(mode="fill", fill_value=0).reshape(pages),
-        position.at[table].get(mode="fill", fill_value=-1).reshape(pages),
-        context_len,
-        seq_len,
-        protected[:, None],
-        sinks,
+    position = position.at[table].get(mode="fill", fill_value=-1).reshape(pages)
+    metric = metric.at[table].get(mode="fill", fill_value=0).reshape(pages)
+    keys, raw = method_keys(
+        method, metric, position, context_len, seq_len, protected[:, None], sinks
     )
+    return RowKeys(keys, raw, position)
 
 
 def row_batches(
@@ -139,7 +146,7 @@ def schedule_evictions(
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         guard = plan.protected[group]
-        keys = row_keys(cache.metric, cache.position, rows, guard, sinks, method)
+        keys = row_keys(cache.metric, cache.position, rows, guard, sinks, method).keys
         shares = jax.vmap(lambda k, base, p: head_shares(method, k, base, p))(
             keys, plan.tokens[group, layer], guard
         )
@@ -160,21 +167,35 @@ def schedule_evictions(
     )
 
 
+def row_evictions(
+    method: Method | None,
+    row: RowKeys,
+    context_len: Int32[Array, "R H"],
+    count: Int32[Array, "R H"],
+    threshold: Float[Array, "R H"],
+    k: Float[Array, "N b d"],
+    table: Int32[Array, "R H M"],
+) -> Bool[Array, "R H T"]:
+    """The KVs of some (slot, layer) pairs that go, by logical index."""
+    held_k = None
+    if method is not None and method.needs_keys:
+        held_k = k.at[table].get(mode="fill", fill_value=0).reshape(*row.keys.shape, -1)
+    return evicted_kvs(
+        method, row.keys, row.raw, row.position, context_len, count, threshold, k=held_k
+    )
+
+
 def eviction_mask(
     cache: PagedCache, schedule: EvictionSchedule, method: Method | None = None
 ) -> Bool[Array, "G L H T"]:
     """The KVs that a schedule evicts, by logical index (T = M·b)."""
-    groups, num_layers = schedule.count.shape[:2]
+    groups, num_layers, num_heads = schedule.count.shape
     slot = jnp.repeat(schedule.slots, num_layers)
     layer = jnp.tile(jnp.arange(num_layers, dtype=jnp.int32), groups)
-    keys = row_keys(
-        cache.metric,
-        cache.position,
-        head_rows(cache, slot, layer),
-        jnp.repeat(schedule.protected, num_layers),
-        schedule.sinks,
-        method,
-    )
-    return smallest(
-        keys.reshape(*schedule.count.shape, keys.shape[-1]), schedule.count, schedule.threshold
-    )
+    rows = head_rows(cache, slot, layer)
+    guard = jnp.repeat(schedule.protected, num_layers)
+    found = row_keys(cache.metric, cache.position, rows, guard, schedule.sinks, method)
+    flat = (groups * num_layers, num_heads)
+    count, threshold = schedule.count.reshape(flat), schedule.threshold.reshape(flat)
+    mask = row_evictions(method, found, rows[1], count, threshold, cache.k, rows[0])
+    return mask.reshape(*schedule.count.shape, -1)

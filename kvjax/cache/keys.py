@@ -72,10 +72,11 @@ def method_keys(
     seq_len: Int32[Array, "*rows H"],
     protected: Int32[Array, "..."] | int,
     sinks: Int32[Array, ""] | int,
-) -> Float[Array, "*rows H T"]:
+) -> tuple[Float[Array, "*rows H T"], Float[Array, "*rows H T"]]:
     """The metrics by which KVs are evicted, +inf where a KV may not be (`evictable_kvs`).
 
-    The second axis from the right holds the heads of one layer.
+    The second axis from the right holds the heads of one layer. Returns the keys, and the same
+    before a method's pages were joined.
 
     Args:
         method: the method (static); None for metrics as they are.
@@ -96,6 +97,8 @@ def method_keys(
         mean = jnp.mean(jnp.where(evictable, keys, 0), axis=-2, keepdims=True)
         keys = jnp.broadcast_to(mean, keys.shape)
         evictable = jnp.broadcast_to(jnp.all(evictable, axis=-2, keepdims=True), keys.shape)
-    if method is not None and method.unit > 1:
-        keys = page_sums(keys, position, evictable, method.unit)
-    return jnp.where(evictable, keys, jnp.inf)
+    raw = jnp.where(evictable, keys, jnp.inf)
+    if method is None or method.unit == 1:
+        return raw, raw
+    joined = page_sums(keys, position, evictable, method.unit)
+    return jnp.where(evictable, joined, jnp.inf), raw

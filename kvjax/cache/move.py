@@ -15,11 +15,11 @@ from kvjax.cache.evict import (
     EvictionSchedule,
     head_rows,
     row_batches,
+    row_evictions,
     row_keys,
 )
 from kvjax.cache.methods.base import Method
 from kvjax.cache.paged import PagedCache, blocks_for, drop_blocks
-from kvjax.cache.prices import smallest
 from kvjax.kernels import move_kvs
 
 
@@ -71,10 +71,11 @@ def move_cache(
         rows = head_rows(cache, slot, layer)
         table, context_len, _ = rows
         guard = schedule.protected[group]
-        keys = row_keys(metric, position, rows, guard, schedule.sinks, method)
+        found = row_keys(metric, position, rows, guard, schedule.sinks, method)
         in_range = (slot < cache.num_slots)[:, None]
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
-        evicted = smallest(keys, evictions, schedule.threshold[group, layer])
+        threshold = schedule.threshold[group, layer]
+        evicted = row_evictions(method, found, context_len, evictions, threshold, k, table)
         source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)

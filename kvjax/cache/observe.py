@@ -4,6 +4,10 @@ Source: KV-Compress, section 4.3 (attention of an observation window); the other
 which queries they observe, how these count, and how neighbours and query heads are joined.
 """
 
+import dataclasses
+from typing import no_type_check
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
@@ -11,6 +15,17 @@ from jaxtyping import Array, Float, Int, Int32
 from kvjax.cache.methods import Method, Observation
 from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
 from kvjax.kernels import window_metrics
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What a method sees of a prompt, where one metric per KV is not enough."""
+
+    metric: Float[Array, "*L H T"]
+    votes: Float[Array, "*L H r T"] | None = None
+    """The metric of each query head by itself."""
 
 
 def _window(
@@ -68,10 +83,8 @@ def _pooled(
     received: Float[Array, "H r T"],
     position: Int32[Array, "H T"] | None,
     window_start: Int32[Array, ""],
-) -> Float[Array, "H T"]:
-    """Neighbouring keys and query heads joined; `position` None for 0 … T−1."""
-    if observation.group_first:
-        received = reduce_group(received, observation.group)[:, None]
+) -> Float[Array, "H r T"]:
+    """Neighbouring keys joined; `position` None for 0 … T−1."""
     if observation.pool > 1:
         absent = 0.0 if observation.pool_kind == "avg" else -jnp.inf
         at = jnp.arange(received.shape[-1]) if position is None else position[:, None]
@@ -82,8 +95,20 @@ def _pooled(
         else:
             pooled = pool_metric_at(outside, position, observation.pool, observation.pool_kind)
         received = jnp.where(alone, received, pooled)
+    return received
+
+
+def _joined(
+    observation: Observation,
+    received: Float[Array, "H r T"],
+    position: Int32[Array, "H T"] | None,
+    window_start: Int32[Array, ""],
+) -> Float[Array, "H T"]:
+    """Neighbouring keys and query heads joined, in the observation's order."""
     if observation.group_first:
-        return received[:, 0]
+        received = reduce_group(received, observation.group)[:, None]
+        return _pooled(observation, received, position, window_start)[:, 0]
+    received = _pooled(observation, received, position, window_start)
     return reduce_group(received, observation.group)
 
 
@@ -94,8 +119,11 @@ def observe_prompt(
     k: Float[Array, "T H d"],
     v: Float[Array, "T H d"],
     length: Int32[Array, ""] | int,
-) -> Float[Array, "H T"]:
+) -> Float[Array, "H T"] | Observed:
     """Eviction metric of every KV of one layer of a whole prompt.
+
+    Returns [H, T], or an `Observed` for a method that needs more (`Method.votes`). Stacked over
+    layers either is what `write_survivors` and `PromptKV.metric` take.
 
     Args:
         method: the method (static).
@@ -124,7 +152,11 @@ def observe_prompt(
         query_weight=weight,
     )
     received = received.reshape(num_heads, -1, num_tokens)
-    return _pooled(observation, received, None, length - queries.shape[0])
+    window_start = length - queries.shape[0]
+    metric = _joined(observation, received, None, window_start)
+    if not method.votes:
+        return metric
+    return Observed(metric, _pooled(observation, received, None, window_start))
 
 
 def observe_chunk(
@@ -176,7 +208,7 @@ def observe_chunk(
         query_weight=weight,
     )
     received = received.reshape(num_heads, -1, num_held + num_tokens)
-    return _pooled(observation, received, key_position, start + length - queries.shape[0])
+    return _joined(observation, received, key_position, start + length - queries.shape[0])
 
 
 def newest_metric(
@@ -216,7 +248,15 @@ def chunk_decay(method: Method, length: Int32[Array, ""]) -> Float[Array, ""]:
     return decay ** length.astype(jnp.float32)
 
 
+def plain_metric(
+    observed: Float[Array, "*L H T"] | Observed,
+) -> Float[Array, "*L H T"]:
+    """The one metric per KV that the pool stores."""
+    return observed.metric if isinstance(observed, Observed) else observed
+
+
 __all__ = [
+    "Observed",
     "chunk_decay",
     "decay_metrics",
     "grows",
@@ -224,4 +264,5 @@ __all__ = [
     "newest_metric",
     "observe_chunk",
     "observe_prompt",
+    "plain_metric",
 ]

@@ -4,7 +4,7 @@ Source: KV-Compress, section 4.2.2, equations 13–18.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.paged import blocks_for
 
@@ -55,9 +55,9 @@ def select_blocks(
 
 
 def smallest(
-    keys: Float[Array, "*rows T"],
+    keys: Num[Array, "*rows T"],
     count: Int32[Array, "*rows"],
-    threshold: Float[Array, "*rows"],
+    threshold: Num[Array, "*rows"],
 ) -> Bool[Array, "*rows T"]:
     """Marks the `count` smallest keys of each row, ties by index, given the count-th smallest."""
     threshold = threshold[..., None]

@@ -6,7 +6,7 @@ them with the cache donated.
 
 import dataclasses
 import functools
-from typing import cast, no_type_check
+from typing import Any, cast, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,14 @@ from kvjax.cache import (
 )
 from kvjax.cache.methods import Method
 from kvjax.cache.observe import (
+    Observed,
     chunk_decay,
     decay_metrics,
     grows,
     newest_metric,
     observe_chunk,
     observe_prompt,
+    plain_metric,
 )
 from kvjax.engine.sampling import SamplingState, sample
 from kvjax.kernels import Prefix, paged_attention, plan_paged_attention, prefill_attention
@@ -47,7 +49,7 @@ class PromptKV:
 
     k: Float[Array, "L T H d"]
     v: Float[Array, "L T H d"]
-    metric: Float[Array, "L H T"]
+    metric: Float[Array, "L H T"] | Observed
     length: Int32[Array, ""]
 
 
@@ -61,9 +63,9 @@ def prompt_scratch(
     return kv, kv, jnp.zeros((layers, heads, num_metrics), jnp.float32)
 
 
-def fill_layer(scratch: tuple[Array, ...], layer: Array, *parts: Array) -> tuple[Array, ...]:
+def fill_layer(scratch: tuple[Any, ...], layer: Array, *parts: Any) -> tuple[Any, ...]:
     """The scratch with the parts of one layer filled in."""
-    return tuple(whole.at[layer].set(part) for whole, part in zip(scratch, parts, strict=True))
+    return jax.tree.map(lambda whole, part: whole.at[layer].set(part), scratch, parts)
 
 
 def prefill(
@@ -94,6 +96,10 @@ def prefill(
     num_tokens = tokens.shape[0]
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
     scratch = prompt_scratch(config, params, num_tokens, num_tokens)
+    if method.votes:
+        group = (config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads)
+        votes = jnp.zeros((*group, num_tokens), jnp.float32)
+        scratch = (*scratch[:2], Observed(scratch[2], votes))
     hidden, (k, v, metric), _ = forward(
         config, params, tokens[None], positions[None], attend, scratch
     )
@@ -127,7 +133,7 @@ def admit_whole(
     cache: PagedCache, slot: Int32[Array, ""], prompt: PromptKV
 ) -> tuple[PagedCache, Bool[Array, ""]]:
     """Write every KV of a prompt to a slot."""
-    return write_prompt(cache, slot, prompt.k, prompt.v, prompt.metric, prompt.length)
+    return write_prompt(cache, slot, prompt.k, prompt.v, plain_metric(prompt.metric), prompt.length)
 
 
 def prefill_chunk(

@@ -126,12 +126,45 @@ def low_key_norm(p: Prompt) -> Scores:
     }
 
 
+def h2o_rows(p: Prompt) -> Scores:
+    """Column sums of the whole causal matrix, of each query head."""
+    return {(layer, head): column_sums(p, layer, head, range(p.length)) for layer, head in p.names}
+
+
 def h2o_scores(p: Prompt) -> Scores:
-    """Column sums of the whole causal matrix."""
+    return {name: rows.sum(axis=0) for name, rows in h2o_rows(p).items()}
+
+
+def newest_query(p: Prompt) -> Scores:
     return {
-        (layer, head): column_sums(p, layer, head, range(p.length)).sum(axis=0)
+        (layer, head): column_sums(p, layer, head, last(p, 1)).mean(axis=0)
         for layer, head in p.names
     }
+
+
+def forgetting(alpha: float) -> Callable[[Prompt], Scores]:
+    """Step by step: everything so far times α, plus what the step's query gives."""
+
+    def scores(p: Prompt) -> Scores:
+        result = {}
+        for layer, head in p.names:
+            total = np.zeros(p.length)
+            for i in range(p.length):
+                total = alpha * total + sum(p.attention[layer][g][i] for g in p.of_group(head))
+            result[layer, head] = total
+        return result
+
+    return scores
+
+
+def per_query(scores_of: Callable[[Prompt], Scores]) -> Callable[[Prompt], Scores]:
+    """Scores divided by the number of queries that could see the token."""
+
+    def scores(p: Prompt) -> Scores:
+        lifetime = p.length - np.arange(p.length)
+        return {name: row / lifetime for name, row in scores_of(p).items()}
+
+    return scores
 
 
 def snapkv_scores(
@@ -153,6 +186,28 @@ def snapkv_scores(
         return result
 
     return scores
+
+
+def snapkv_rows(p: Prompt) -> Scores:
+    """SnapKV 8 / 7 / max of each query head by itself."""
+    result = {}
+    for layer, head in p.names:
+        before = column_sums(p, layer, head, last(p, 8))[:, : max(0, p.length - 8)]
+        rows = np.full((p.group, p.length), np.nan)
+        if before.size:
+            rows[:, : before.shape[1]] = [max_pool(row, 7) for row in before]
+        result[layer, head] = rows
+    return result
+
+
+def kvc_rows(p: Prompt) -> Scores:
+    """KV-Compress w8-L2 of each query head by itself."""
+    return {
+        (layer, head): np.array(
+            [max_pool(row, 7) for row in column_sums(p, layer, head, last(p, 8), 2)]
+        )
+        for layer, head in p.names
+    }
 
 
 def kvc_scores(window: int | None, power: int, width: int, distance: int = 0):
@@ -220,6 +275,23 @@ def even_heads(p: Prompt, layer: int, scores: Scores, guarded: set[int], tokens:
     return [1.0] * p.heads
 
 
+def ada_heads(alpha: float, window: int):
+    """Ada-KV: how many of the layer's best H · base scores each head has, floored by α."""
+
+    def heads(p: Prompt, layer: int, scores: Scores, guarded: set[int], tokens: float):
+        base = math.floor(max(0.0, tokens - window))
+        ranked = sorted(
+            (scores[layer, head][t], head, t)
+            for head in range(p.heads)
+            for t in set(range(p.length)) - guarded
+        )
+        top = ranked[max(0, len(ranked) - p.heads * base) :]
+        counts = [sum(head == h for _, h, _ in top) for head in range(p.heads)]
+        return [round(n * (1 - alpha) + math.floor(alpha * base)) + window for n in counts]
+
+    return heads
+
+
 # --- putting it together ------------------------------------------------------------------------
 
 
@@ -231,8 +303,12 @@ def keeps(
     sinks: int = 0,
     layers_of=even_layers,
     heads_of=even_heads,
+    choose=None,
 ) -> Callable[[Prompt], Kept]:
-    """A method that splits its budget over layers, then heads, and ranks KVs within a head."""
+    """A method that splits its budget over layers, then heads, and ranks KVs within a head.
+
+    `choose` picks what stays of a layer from the scores and the blocks of each head.
+    """
 
     def kept(p: Prompt) -> Kept:
         scores = scores_of(p)
@@ -249,8 +325,46 @@ def keeps(
         for layer in range(p.layers):
             shares = heads_of(p, layer, scores, guarded, tokens[layer])
             blocks = webster(shares, [least] * p.heads, [p.owned] * p.heads, in_layer[layer])
+            if choose is not None:
+                result.update(choose(p, layer, scores, guarded, blocks))
+                continue
             for head in range(p.heads):
                 result[layer, head] = best(p, scores[layer, head], guarded, blocks[head])
+        return result
+
+    return kept
+
+
+def keeps_shared(
+    scores_of: Callable[[Prompt], Scores],
+    *,
+    protected: int,
+    sinks: int = 0,
+    page: int = 1,
+    choose=None,
+) -> Callable[[Prompt], Kept]:
+    """All heads of a layer keep the same tokens, by mean scores that are added up over pages."""
+
+    def kept(p: Prompt) -> Kept:
+        scores = scores_of(p)
+        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - protected}
+        if p.owned <= p.cap_blocks:
+            return {name: list(range(p.length)) for name in p.names}
+        blocks = max(p.cap_blocks, 1, -(-len(guarded) // p.block))
+        result = {}
+        for layer in range(p.layers):
+            mean = np.mean([scores[layer, head] for head in range(p.heads)], axis=0)
+            pages: dict[int, float] = {}
+            for t in set(range(p.length)) - guarded:
+                pages[t // page] = pages.get(t // page, 0.0) + mean[t]
+            joined = np.array([pages.get(t // page, np.nan) for t in range(p.length)])
+            if choose is None:
+                tokens = best(p, joined, guarded, blocks)
+                result.update({(layer, head): tokens for head in range(p.heads)})
+            else:
+                same = {(layer, head): joined for head in range(p.heads)}
+                raw = {(layer, head): mean for head in range(p.heads)}
+                result.update(choose(p, layer, same, guarded, [blocks] * p.heads, raw))
         return result
 
     return kept
@@ -265,8 +379,32 @@ def best(p: Prompt, scores: np.ndarray, guarded: set[int], blocks: int) -> list[
     return [t for t in range(p.length) if t not in gone]
 
 
+def keeps_cheapest_of_layer(
+    scores_of: Callable[[Prompt], Scores], *, protected: int, safe: float
+) -> Callable[[Prompt], Kept]:
+    """kvpress's Ada-KV in blocks: of each layer the cheapest go, a share of each head is safe."""
+
+    def kept(p: Prompt) -> Kept:
+        scores = scores_of(p)
+        result: Kept = {}
+        for layer in range(p.layers):
+            one = Prompt(p.q[layer : layer + 1], p.k[layer : layer + 1], p.cap, p.block)
+            rows: Scores = {(0, head): scores[layer, head] for head in range(p.heads)}
+            floor = math.floor(safe * p.cap_tokens / p.block)
+            keep = keeps_globally(lambda _, rows=rows: rows, protected=protected, least=floor)
+            result.update({(layer, head): kept for (_, head), kept in keep(one).items()})
+        return result
+
+    return kept
+
+
 def keeps_globally(
-    scores_of: Callable[[Prompt], Scores], *, protected: int = 0, sinks: int = 0
+    scores_of: Callable[[Prompt], Scores],
+    *,
+    protected: int = 0,
+    sinks: int = 0,
+    least: int = 1,
+    choose=None,
 ) -> Callable[[Prompt], Kept]:
     """KV-Compress: the cheapest blocks of the whole sequence go, one after the other."""
 
@@ -282,17 +420,149 @@ def keeps_globally(
             bids = []
             for name in p.names:
                 lost = p.length - (blocks[name] - 1) * p.block
-                if blocks[name] > 1 and lost <= len(orders[name]):
+                if blocks[name] > max(1, least) and lost <= len(orders[name]):
                     bids.append((scores[name][orders[name][lost - 1]], name))
             if not bids:
                 break
             blocks[min(bids)[1]] -= 1
-        return {name: best(p, scores[name], guarded, blocks[name]) for name in p.names}
+        if choose is None:
+            return {name: best(p, scores[name], guarded, blocks[name]) for name in p.names}
+        result: Kept = {}
+        for layer in range(p.layers):
+            in_layer = [blocks[layer, head] for head in range(p.heads)]
+            result.update(choose(p, layer, scores, guarded, in_layer))
+        return result
 
     return kept
 
 
+# --- representatives ----------------------------------------------------------------------------
+
+
+def split(p: Prompt, scores: np.ndarray, guarded: set[int], blocks: int, share: float, unit: int):
+    """Evictable tokens from the worst on, how many go, and how many stay to represent."""
+    order = sorted(set(range(p.length)) - guarded, key=lambda t: (scores[t], t))
+    gone = max(0, p.length - blocks * p.block) if blocks < p.owned else 0
+    spare = min(math.floor(share * (p.length - gone)), len(order) - gone) if gone else 0
+    return order, gone, spare // unit * unit
+
+
+def finish(p: Prompt, order: list[int], gone: int, chosen: set[int]) -> list[int]:
+    dropped = set([t for t in order if t not in chosen][:gone])
+    return [t for t in range(p.length) if t not in dropped]
+
+
+def crush(
+    rows_of: Callable[[Prompt], Scores] | None,
+    *,
+    share: float = 0.25,
+    anchor: str = "random",
+    unit: int = 1,
+    openvino: bool = False,
+):
+    """KVCrush as `choose`. `rows_of` gives the scores behind each bit; None for the KV heads'."""
+
+    def choose(p, layer, scores, guarded, blocks, raw=None):
+        raw = scores if raw is None else raw
+        parts = [
+            split(p, scores[layer, head], guarded, blocks[head], share, unit)
+            for head in range(p.heads)
+        ]
+        bits = []  # one dict token -> bit for each row
+        evictable = set(range(p.length)) - guarded
+        if openvino:
+            order = sorted(evictable, key=lambda t: (raw[layer, 0][t], t))
+            zeros = set(order[: len(order) // 2])
+            bits.append({t: t not in zeros for t in evictable})
+        else:
+            rows = None if rows_of is None else rows_of(p)
+            for head, (_, gone, spare) in enumerate(parts):
+                for row in [raw[layer, head]] if rows is None else rows[layer, head]:
+                    order = sorted(evictable, key=lambda t: (row[t], t))
+                    zeros = set(order[: gone + spare])
+                    bits.append({t: t not in zeros for t in evictable})
+        result = {}
+        for head, (order, gone, spare) in enumerate(parts):
+            candidates = set(order[: gone + spare])
+            anchors = anchor_bits(anchor, unit, bits, candidates)
+            pages: dict[int, list[int]] = {}
+            for t in sorted(candidates):
+                pages.setdefault(t // unit, []).append(t)
+            far = {
+                page: sum(b[t] != anchors[t % unit][g] for t in members for g, b in enumerate(bits))
+                for page, members in pages.items()
+            }
+            ranked = sorted(pages, key=lambda page: (far[page], page))
+            chosen: set[int] = set()
+            for page in one_per_bin(ranked, spare // unit, openvino):
+                chosen.update(pages[page])
+            result[layer, head] = finish(p, order, gone, chosen)
+        return result
+
+    return choose
+
+
+def anchor_bits(kind: str, unit: int, bits: list[dict[int, bool]], candidates: set[int]):
+    """[unit][number of rows]."""
+    if kind == "random":
+        return np.random.default_rng(0).integers(0, 2, (unit, len(bits))).astype(bool)
+    if kind == "alternating":
+        return (np.arange(unit * len(bits)) % 2).reshape(unit, len(bits)).astype(bool)
+    anchors = np.zeros((unit, len(bits)), bool)
+    for offset in range(unit):
+        here = [t for t in candidates if t % unit == offset]
+        for g, row in enumerate(bits):
+            anchors[offset, g] = 2 * sum(row[t] for t in here) > len(here)
+    return anchors
+
+
+def one_per_bin(ranked: list[int], bins: int, openvino: bool) -> list[int]:
+    """A drawn member of each of equal bins; OpenVINO takes every so many-th from the nearest."""
+    bins = min(bins, len(ranked))
+    if bins == 0:
+        return []
+    if openvino:
+        return ranked[:: len(ranked) // bins][:bins]
+    drawn = np.random.default_rng(0).integers(0, 2**16, len(ranked) + 1)
+    chosen = []
+    for i in range(bins):
+        start, end = i * len(ranked) // bins, (i + 1) * len(ranked) // bins
+        chosen.append(ranked[start + drawn[i] % (end - start)])
+    return chosen
+
+
+def k_means(share: float = 0.25, iterations: int = 10):
+    """Lloyd's algorithm over the keys of the candidates as `choose`."""
+
+    def choose(p, layer, scores, guarded, blocks, raw=None):
+        result = {}
+        for head in range(p.heads):
+            order, gone, spare = split(p, scores[layer, head], guarded, blocks[head], share, 1)
+            candidates = sorted(order[: gone + spare])
+            chosen: set[int] = set()
+            if spare:
+                x = p.k[layer, candidates, head].astype(np.float64)
+                centres = np.array([x[i * len(x) // spare] for i in range(spare)])
+                for _ in range(iterations):
+                    own = ((x[:, None] - centres) ** 2).sum(-1).argmin(1)
+                    for c in range(spare):
+                        if (own == c).any():
+                            centres[c] = x[own == c].mean(axis=0)
+                far = ((x[:, None] - centres) ** 2).sum(-1)
+                own = far.argmin(1)
+                for c in range(spare):
+                    members = np.flatnonzero(own == c)
+                    if len(members):
+                        close = far[members, c] <= 1.001 * far[members, c].min() + 1e-9
+                        chosen.add(candidates[members[close][0]])
+            result[layer, head] = finish(p, order, gone, chosen)
+        return result
+
+    return choose
+
+
 SNAPKV = snapkv_scores(8, 7, "max", group_first=True)
+SNAPKV_W32 = snapkv_scores(32, 7, "max", group_first=True)
 
 KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "full": lambda p: {name: list(range(p.length)) for name in p.names},
@@ -302,11 +572,28 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "h2o": keeps(h2o_scores, protected=8),
     "h2o-decode": keeps(h2o_scores, protected_share=0.5),
     "snapkv": keeps(SNAPKV, protected=8),
-    "snapkv-w32": keeps(snapkv_scores(32, 7, "max", group_first=True), protected=32),
+    "snapkv-w32": keeps(SNAPKV_W32, protected=32),
     "snapkv-w32-avg5": keeps(snapkv_scores(32, 5, "avg", group_first=False), protected=32),
     "snapkv-w64-avg5": keeps(snapkv_scores(64, 5, "avg", group_first=False), protected=64),
     "pyramidkv-exact": keeps(SNAPKV, protected=8, layers_of=pyramid_layers(exact=True)),
     "pyramidkv-faithful": keeps(SNAPKV, protected=8, layers_of=pyramid_layers(exact=False)),
+    "ada-snapkv": keeps(SNAPKV_W32, protected=32, heads_of=ada_heads(0.2, 32)),
+    "ada-snapkv-a50": keeps(SNAPKV_W32, protected=32, heads_of=ada_heads(0.5, 32)),
+    "ada-pyramidkv": keeps(
+        SNAPKV_W32,
+        protected=32,
+        layers_of=pyramid_layers(exact=True),
+        heads_of=ada_heads(0.2, 32),
+    ),
+    "ada-snapkv-kvpress": keeps_cheapest_of_layer(
+        snapkv_scores(64, 5, "avg", group_first=False), protected=64, safe=0.2
+    ),
+    "paged-h2o": keeps_shared(h2o_scores, protected=32, sinks=32, page=32),
+    "paged-h2o-openvino": keeps_shared(per_query(h2o_scores), protected=128, sinks=32, page=32),
+    "tova": keeps_shared(newest_query, protected=1),
+    "a2sf": keeps(forgetting(0.95), protected=16),
+    "a2sf-f20": keeps(forgetting(0.2), protected=16),
+    "kmeans:snapkv": keeps(SNAPKV, protected=8, choose=k_means()),
     "kv-compress": keeps_globally(kvc_scores(8, 2, 7), protected=8),
     "kv-compress-w8-l1": keeps_globally(kvc_scores(8, 1, 7), protected=8),
     "kv-compress-w32-l2": keeps_globally(kvc_scores(32, 2, 7), protected=32),
@@ -314,3 +601,48 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "kv-compress-full-l2": keeps_globally(kvc_scores(None, 2, 1, distance=10), protected=32),
     "kv-compress-continual": keeps_globally(kvc_scores(32, 2, 7), protected=32),
 }
+
+
+def _crushed(*, query_heads: bool) -> dict[str, Callable[[Prompt], Kept]]:
+    """The KVCrush methods, with a bit for each query head or for each KV head."""
+
+    def rows(of):
+        return of if query_heads else None
+
+    paged = {"protected": 32, "sinks": 32, "page": 32}
+    return {
+        "kvcrush:h2o": keeps(h2o_scores, protected=8, choose=crush(rows(h2o_rows))),
+        "kvcrush-mean:h2o": keeps(
+            h2o_scores, protected=8, choose=crush(rows(h2o_rows), anchor="mean")
+        ),
+        "kvcrush-alternating:h2o": keeps(
+            h2o_scores, protected=8, choose=crush(rows(h2o_rows), anchor="alternating")
+        ),
+        "kvcrush:snapkv": keeps(SNAPKV, protected=8, choose=crush(rows(snapkv_rows))),
+        "kvcrush-chunk8:snapkv": keeps(
+            SNAPKV, protected=8, choose=crush(rows(snapkv_rows), unit=8)
+        ),
+        "kvcrush:pyramidkv-exact": keeps(
+            SNAPKV,
+            protected=8,
+            layers_of=pyramid_layers(exact=True),
+            choose=crush(rows(snapkv_rows)),
+        ),
+        "kvcrush-page32:paged-h2o": keeps_shared(
+            h2o_scores, **paged, choose=crush(rows(h2o_rows), unit=32)
+        ),
+        "kvcrush-openvino-page32:paged-h2o": keeps_shared(
+            h2o_scores, **paged, choose=crush(None, unit=32, openvino=True)
+        ),
+        "kvcrush-mean:kv-compress": keeps_globally(
+            kvc_scores(8, 2, 7), protected=8, choose=crush(rows(kvc_rows), anchor="mean")
+        ),
+        "kvcrush-alternating-75:key-norm": keeps(
+            low_key_norm, choose=crush(None, anchor="alternating", share=0.75)
+        ),
+    }
+
+
+KEEPS |= _crushed(query_heads=True)
+KEEPS_IN_POOL = KEEPS | _crushed(query_heads=False)
+"""What a method keeps of a prompt that lies in the pool, where KV heads have one metric each."""

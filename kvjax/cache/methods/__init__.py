@@ -3,19 +3,38 @@
 import difflib
 
 from kvjax.cache.methods import (
+    a2sf,
+    adakv,
     full,
     h2o,
     key_norm,
     kv_compress,
+    kvcrush,
+    paged_h2o,
     pyramidkv,
     random,
     snapkv,
     streaming_llm,
+    tova,
 )
-from kvjax.cache.methods.base import Allocation, Method, Observation
+from kvjax.cache.methods.base import Allocation, Method, Observation, Representatives
 from kvjax.errors import UserError
 
-_MODULES = (full, random, streaming_llm, h2o, snapkv, pyramidkv, kv_compress, key_norm)
+_MODULES = (
+    full,
+    random,
+    streaming_llm,
+    h2o,
+    snapkv,
+    pyramidkv,
+    adakv,
+    kv_compress,
+    paged_h2o,
+    kvcrush,
+    key_norm,
+    tova,
+    a2sf,
+)
 
 METHODS: dict[str, Method] = {
     method.name: method for module in _MODULES for method in module.METHODS
@@ -23,15 +42,22 @@ METHODS: dict[str, Method] = {
 
 
 def get_method(name: str) -> Method:
-    """The method of that name.
+    """The method of that name, or a wrapped one as in `kvcrush-mean:snapkv`.
 
     Raises:
         UserError: there is none; names the nearest.
     """
-    if name not in METHODS:
+    if name in METHODS:
+        return METHODS[name]
+    wrapper, colon, base = name.partition(":")
+    chosen = kvcrush.parse_wrapper(wrapper) if colon else None
+    if chosen is None or base not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=3, cutoff=0.3) or list(METHODS)
         raise UserError(f"no method {name!r}; did you mean {' or '.join(near)}?")
-    return METHODS[name]
+    try:
+        return kvcrush.wrap(name, METHODS[base], chosen)
+    except ValueError as error:
+        raise UserError(f"method {name!r}: {error}") from None
 
 
-__all__ = ["METHODS", "Allocation", "Method", "Observation", "get_method"]
+__all__ = ["METHODS", "Allocation", "Method", "Observation", "Representatives", "get_method"]

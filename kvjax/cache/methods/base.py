@@ -105,6 +105,33 @@ class Allocation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Representatives:
+    """Part of the budget for KVs that stand for those that are dropped; see
+    `kvjax.cache.representatives`."""
+
+    share: float = 0.25
+    """Share of what a head keeps that goes to representatives."""
+    kind: Literal["kvcrush", "k-means"] = "kvcrush"
+    mode: Literal["paper", "openvino"] = "paper"
+    """paper: a bit for each query head of the layer, one KV out of each of equal bins; openvino:
+    one bit, whether the KV is in the upper half of its layer, every so many-th from the anchor."""
+    anchor: Literal["random", "mean", "alternating", "zeros", "ones"] = "random"
+    unit: int = 1
+    """Token positions that are compared and kept together, as aligned pages."""
+    pick: Literal["random", "middle"] = "random"
+    """Which one of a bin is kept."""
+    seed: int = 0
+    iterations: int = 10
+    """Of k-means."""
+
+    def __post_init__(self):
+        _check("share", self.share, 0 < self.share < 1, "between 0 and 1")
+        _check("unit", self.unit, self.unit >= 1, "at least 1")
+        if self.kind == "k-means":
+            _check("unit", self.unit, self.unit == 1, "1 with k-means")
+
+
+@dataclasses.dataclass(frozen=True)
 class Method:
     """A named rule for what a compressed cache keeps."""
 
@@ -127,6 +154,8 @@ class Method:
     """Whether all heads of a layer keep the same tokens, by the mean of their metrics."""
     per_age: bool = False
     """Whether metrics are divided by the number of queries that could see the KV."""
+    representatives: Representatives | None = None
+    """What part of the budget is for KVs that stand for dropped ones."""
     runs: Runs = "prefill"
     """both: decoding goes on measuring, so it is meant to be compressed again while it decodes."""
     query_aware: bool = True
@@ -141,6 +170,23 @@ class Method:
         share = self.protected_share
         _check("protected_share", share, 0 <= share <= 1, "0 to 1")
         _check("unit", self.unit, self.unit >= 1, "at least 1")
+        one_choice = self.shared and self.allocation.layers == "global"
+        _check("shared", self.shared, not one_choice, "an allocation that is not global")
+        one_vector = self.representatives is not None and self.representatives.mode == "openvino"
+        _check("shared", self.shared, self.shared or not one_vector, "True for openvino's mode")
+
+    @property
+    def votes(self) -> bool:
+        """Whether choosing survivors of a prompt needs the metrics of single query heads."""
+        chosen, observation = self.representatives, self.observation
+        if chosen is None or observation is None or observation.intrinsic:
+            return False
+        return chosen.kind == "kvcrush" and chosen.mode == "paper"
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether choosing survivors needs the keys themselves."""
+        return self.representatives is not None and self.representatives.kind == "k-means"
 
     @property
     def compresses(self) -> bool:
@@ -152,5 +198,6 @@ class Method:
         return (
             self.allocation == Allocation()
             and self.unit == 1
+            and self.representatives is None
             and not (self.shared or self.per_age or self.protected_share)
         )
