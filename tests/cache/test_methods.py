@@ -149,7 +149,7 @@ def marked(name: str):
     return pytest.param(name, marks=pytest.mark.slow) if slow else name
 
 
-@pytest.mark.parametrize("name", map(marked, METHODS))
+@pytest.mark.parametrize("name", [marked(name) for name in METHODS])
 def test_keeps_what_the_oracle_keeps(name):
     method = get_method(name)
     for seed, (kind, length, cap) in enumerate(CASES):
