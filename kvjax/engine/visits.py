@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedCache, blocks_for, free_blocks, release
 from kvjax.cache.methods import Method
-from kvjax.cache.observe import chunk_decay, grows, observe_chunk
+from kvjax.cache.observe import chunk_decay, grows, observe_chunk, plain_metric
 from kvjax.cache.slots import put_slots, take_slots
 from kvjax.engine import steps
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
@@ -130,7 +130,7 @@ def prefill_part(
     hidden, (k, v, metric), _ = forward(config, params, tokens[None], positions[None], attend, part)
     held = jnp.where(held_position >= 0, metric[..., :room], 0)
     if grows(method):
-        held = held + prompt.metric * chunk_decay(method, length)
+        held = held + plain_metric(prompt.metric) * chunk_decay(method, length)
     prompt = PromptKV(
         lax.dynamic_update_slice_in_dim(prompt.k, k.astype(prompt.k.dtype), start, axis=1),
         lax.dynamic_update_slice_in_dim(prompt.v, v.astype(prompt.v.dtype), start, axis=1),
