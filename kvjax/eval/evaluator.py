@@ -252,14 +252,14 @@ class _RowRun:
         self.metrics.clear()
 
     def metric(self, method: Method, cut: int) -> tuple[Any, float]:
-        """The metric of the prompt's KVs and the seconds it took, once per observation."""
-        observation = method.observation
-        if observation not in self.metrics:
+        """What is seen of the prompt's KVs and the seconds it took, once per observation."""
+        seen = method.observation, method.votes
+        if seen not in self.metrics:
             fn = functools.partial(passes.observe, method)
             dense = self.dense
             args = (dense.q, dense.k, dense.v, np.int32(cut))
-            self.metrics[observation] = self.evaluator._timed(("observe", observation), fn, *args)
-        return self.metrics[observation]
+            self.metrics[seen] = self.evaluator._timed(("observe", seen), fn, *args)
+        return self.metrics[seen]
 
 
 @dataclasses.dataclass

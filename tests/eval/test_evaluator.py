@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import init_cache
-from kvjax.cache.methods import METHODS, get_method
+from kvjax.cache.methods import get_method
 from kvjax.engine import steps
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator, EvaluatorConfig, Variant, bucket, rate_blocks
@@ -189,15 +189,15 @@ def test_more_variants_than_slots_and_equal_cuts(evaluator):
     """Batches of four; a row without question, suffix and prefix has one cut for all protocols."""
     row = make_row(question="", suffix="", answer_prefix="", metric="nll")
     variants = [Variant("full", 1.0)]
-    evicting = [m.name for m in METHODS.values() if m.compresses and ":" not in m.name]
-    variants += [Variant(name, rate) for name in evicting for rate in (2.0, 4.0)]
+    # One of each kind; every method runs end to end in tests/cache.
+    few = ("random", "kv-compress", "snapkv", "kvcrush:snapkv")
+    variants += [Variant(method, rate) for method in few for rate in (2.0, 4.0)]
     results = run_row(evaluator, row, PROTOCOLS, variants)
     for (_, method, rate), result in results.items():
         assert result == {**results["prompt", method, rate], "protocol": result["protocol"]}
         assert result["score"] is None
         if rate > 1:
-            guarded = METHODS[method].protected + METHODS[method].sinks
-            assert result["kvs"] < result["kvs_full"] or guarded > 32
+            assert result["kvs"] < result["kvs_full"]
             assert result["bytes"] == result["blocks"] * 4 * (2 * TINY.head_dim * 4 + 8)
     first = results["prompt", variants[1].method, 2.0]
     assert set(first["seconds"]) == {"prefill", "select", "score", "decode"}
