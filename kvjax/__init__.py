@@ -7,14 +7,25 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvjax.cache import CompressionConfig, PagedCache
-    from kvjax.engine import Generation, Runner, RunnerConfig, SamplingParams
+    from kvjax.engine import (
+        LLM,
+        EngineConfig,
+        Generation,
+        RequestOutput,
+        Runner,
+        RunnerConfig,
+        SamplingParams,
+    )
     from kvjax.errors import UserError
     from kvjax.models import load_model
 
 _HOMES = {
+    "LLM": "kvjax.engine",
     "CompressionConfig": "kvjax.cache",
+    "EngineConfig": "kvjax.engine",
     "Generation": "kvjax.engine",
     "PagedCache": "kvjax.cache",
+    "RequestOutput": "kvjax.engine",
     "Runner": "kvjax.engine",
     "RunnerConfig": "kvjax.engine",
     "SamplingParams": "kvjax.engine",
@@ -23,9 +34,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "LLM",
     "CompressionConfig",
+    "EngineConfig",
     "Generation",
     "PagedCache",
+    "RequestOutput",
     "Runner",
     "RunnerConfig",
     "SamplingParams",

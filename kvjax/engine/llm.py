@@ -35,8 +35,8 @@ class LLM:
 
     Example:
       >>> llm = LLM("smollm2-135m", CompressionConfig(rate=8))
-      >>> llm.generate(["The capital of France is"], SamplingParams(max_tokens=8))[0].text
-      ' Paris. The capital of France is'
+      >>> llm.generate(["The capital of France is"], SamplingParams(max_tokens=2))[0].text
+      ' Paris.'
     """
 
     def __init__(

@@ -1,0 +1,171 @@
+"""What a large deployment needs on paper: bytes on each device, and bytes between them.
+
+    python scripts/scale.py                                    # 70B, 128 k prompts, 1,000 sequences
+    python scripts/scale.py --model llama3.1-8b --devices 1 --sequences 90 --prompt-len 6000
+
+Weights, KV heads, their blocks and their tables are split over the devices; tokens, lengths of
+sequences and sampling are replicated. Nothing is run: the numbers follow from the shapes that
+`kvjax.cache` and `kvjax.engine` allocate. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from kvjax.cli import ArgumentParser, run_script
+from kvjax.errors import UserError
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="llama3.1-70b", help="(%(default)s)")
+    add("--devices", type=int, default=8, help="(%(default)s)")
+    add("--device-gib", type=float, default=139.0, help="memory of each (%(default)s)")
+    add("--sequences", type=int, default=1000, help="at once (%(default)s)")
+    add("--prompt-len", type=int, default=131072, help="(%(default)s tokens)")
+    add("--output-len", type=int, default=500, help="(%(default)s tokens)")
+    add("--rate", type=float, default=64.0, help="compression rate (%(default)s)")
+    add("--prefill-chunk", type=int, default=8192, help="(%(default)s tokens)")
+    add("--block-size", type=int, default=16, help="(%(default)s)")
+    add("--weight-bytes", type=float, default=2.0, help="per parameter (%(default)s)")
+    add("--kv-bytes", type=int, default=2, help="per element of the pool (%(default)s)")
+    add("--longest-head", type=float, default=8.0,
+        help="most KVs of a head, in multiples of the mean it keeps (%(default)s)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if not isinstance(value, str) and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+    return options
+
+
+def sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Bytes per device and bytes exchanged, by name."""
+    import jax
+    import numpy as np
+
+    from kvjax.cache import budget_blocks, cache_cap
+    from kvjax.models import get_model_entry
+    from kvjax.models.llama import abstract_params
+
+    model = get_model_entry(options.model).config
+    layers, kv_heads, d = model.num_layers, model.num_kv_heads, model.head_dim
+    devices, b, slots = options.devices, options.block_size, options.sequences
+    if kv_heads % devices:
+        raise UserError(
+            f"--devices {devices}: {options.model} has {kv_heads} KV heads; give a divisor of that"
+        )
+    here = layers * kv_heads // devices
+    parameters = sum(
+        int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(model, np.float32))
+    )
+    cap = cache_cap(options.prompt_len, options.rate, b)
+    budget = budget_blocks(cap, layers, kv_heads, b)
+    # One more block per head is not full yet while a sequence decodes.
+    blocks = slots * (budget + layers * kv_heads)
+    # A prompt that runs in chunks holds its budget and a chunk, for the moment of one prompt.
+    blocks += layers * kv_heads * -(-options.prefill_chunk // b)
+    whole = -(-(options.prompt_len + options.output_len) // b)
+    mean = -(-cap // b)
+    width = min(whole, int(mean * options.longest_head) + -(-options.prefill_chunk // b))
+    block_bytes = b * (2 * d * options.kv_bytes + 8)
+    hidden = model.hidden_size
+    activations = options.prefill_chunk * (6 * hidden + 3 * model.intermediate_size // devices)
+    per_device = {
+        "weights": int(parameters * options.weight_bytes / devices),
+        "pool, keys and values": blocks // devices * b * 2 * d * options.kv_bytes,
+        "pool, metric and position": blocks // devices * b * 8,
+        "free mask": blocks // devices,
+        "block tables": slots * here * width * 4,
+        "context lengths": slots * here * 4,
+        "slot states": slots * 48,
+        "logits and sampling": 3 * slots * model.vocab_size * 4 // devices,
+        "activations of a chunk": activations * 2,
+    }
+    total = sum(per_device.values())
+    full = 2 * (options.prompt_len + options.output_len) * layers * kv_heads * d * options.kv_bytes
+    # Attention's output and the MLP's are summed over devices; a ring moves 2 (n − 1) / n of it.
+    ring = 2 * (devices - 1) / devices
+    decode = ring * 2 * layers * slots * hidden * 2
+    prefill = ring * 2 * layers * options.prefill_chunk * hidden * 2
+    prices = layers * kv_heads * width * 4
+    read = per_device["weights"] + slots * cap * here * 2 * d * options.kv_bytes
+    return {
+        "model": options.model,
+        "devices": devices,
+        "sequences": slots,
+        "prompt_len": options.prompt_len,
+        "rate": options.rate,
+        "parameters": parameters,
+        "cap_tokens": cap,
+        "budget_blocks": budget,
+        "pool_blocks_per_device": blocks // devices,
+        "pool_elements_per_device": blocks // devices * b * d,
+        "block_table_width": width,
+        "bytes_per_device": per_device,
+        "total_bytes_per_device": total,
+        "fits": total <= options.device_gib * 2**30,
+        "full_cache_bytes_per_sequence": full,
+        "full_cache_sequences": int(
+            (options.device_gib * 2**30 - total + per_device["pool, keys and values"])
+            * devices
+            // full
+        ),
+        "all_reduce_bytes_per_decode_step": int(decode),
+        "all_reduce_bytes_per_prefill_chunk": int(prefill),
+        "eviction_exchange_bytes_prices": prices,
+        "eviction_exchange_bytes_bisection": 32 * 4 * ring,
+        "bytes_read_per_decode_step": int(read),
+        "block_bytes": block_bytes,
+    }
+
+
+def show(found: dict[str, Any], device_gib: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def gib(count: float) -> str:
+        return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:,.2f} MiB"
+
+    table = Table(show_edge=False)
+    table.add_column("on each device")
+    table.add_column("size", justify="right")
+    for name, count in found["bytes_per_device"].items():
+        table.add_row(name, gib(count))
+    verdict = "fits" if found["fits"] else "does not fit"
+    table.add_row("together", gib(found["total_bytes_per_device"]))
+    facts = Table(show_header=False, show_edge=False, box=None)
+    facts.add_row(f"memory of a device ({verdict})", f"{device_gib:g} GiB")
+    facts.add_row("sequences without compression there", f"{found['full_cache_sequences']:,}")
+    names = {
+        "all_reduce_bytes_per_decode_step": "all-reduces of a decode step, per device",
+        "all_reduce_bytes_per_prefill_chunk": "all-reduces of a prefill chunk, per device",
+        "eviction_exchange_bytes_prices": "eviction of one prompt, all prices gathered",
+        "eviction_exchange_bytes_bisection": "the same by bisection on the price",
+        "bytes_read_per_decode_step": "read by a decode step, per device",
+    }
+    for key, name in names.items():
+        count = found[key]
+        facts.add_row(name, gib(count) if count >= 2**13 else f"{count:,.0f} bytes")
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 100)
+    console.print(
+        f"{found['model']}, {found['sequences']:,} sequences of {found['prompt_len']:,} tokens, "
+        f"rate {found['rate']:g}, {found['devices']} devices"
+    )
+    console.print(table)
+    console.print(facts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    found = sizes(options)
+    show(found, options.device_gib)
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,75 @@
+"""scripts/scale.py: its arithmetic against the arrays that the cache really allocates."""
+
+import importlib
+import json
+import sys
+
+import jax
+import pytest
+
+from kvjax.cache import init_cache
+from kvjax.cli import main_of
+from tests.scripts.conftest import SCRIPTS
+
+
+@pytest.fixture
+def scale(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def run(*arguments):
+        code = main_of(importlib.import_module("scale").main, [str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        return code, out and json.loads(out.splitlines()[-1]), err
+
+    yield run
+    sys.modules.pop("scale", None)
+
+
+def test_sizes_are_those_of_the_arrays(scale):
+    code, found, err = scale(
+        "--model", "smollm2-135m", "--devices", 1, "--sequences", 4, "--prompt-len", 4096,
+        "--rate", 8, "--kv-bytes", 4,
+    )  # fmt: skip
+    assert code == 0, err
+    blocks = found["pool_blocks_per_device"]
+    cache = jax.eval_shape(
+        lambda: init_cache(
+            num_slots=4, num_layers=30, num_kv_heads=3, head_dim=64, num_blocks=blocks,
+            max_blocks_per_head=found["block_table_width"],
+        )
+    )  # fmt: skip
+    sizes = found["bytes_per_device"]
+    assert sizes["pool, keys and values"] == 2 * cache.k.size * 4
+    assert sizes["pool, metric and position"] == 4 * (cache.metric.size + cache.position.size)
+    assert sizes["block tables"] == 4 * cache.block_table.size
+    assert sizes["context lengths"] == 4 * cache.context_len.size
+    assert sizes["free mask"] == cache.free.size
+    assert found["cap_tokens"] == 496
+    assert blocks == (4 * (31 + 1) + 512) * 90
+    assert found["all_reduce_bytes_per_decode_step"] == 0
+    assert found["parameters"] == pytest.approx(134.5e6, rel=0.01)
+
+
+def test_the_largest_case_fits_and_devices_share_it(scale):
+    code, found, err = scale()
+    assert code == 0
+    assert found["fits"]
+    assert found["pool_elements_per_device"] > 2**31
+    assert found["full_cache_sequences"] < 50
+    assert "fits" in err
+    assert not scale("--devices", 1)[1]["fits"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--devices", 3), "give a divisor"),
+        (("--rate", 0), "--rate 0"),
+        (("--model", "llama9"), "llama9"),
+    ],
+)
+def test_bad_input_gets_one_line(scale, arguments, says):
+    code, _, err = scale(*arguments)
+    assert code == 2
+    assert says in err
+    assert len(err.splitlines()) == 1
