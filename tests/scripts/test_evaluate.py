@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from kvjax.cli import main_of
+from kvjax.errors import UserError
 from tests.scripts.conftest import SCRIPTS, load_script
 
 EVALUATE = load_script("evaluate")
@@ -167,6 +168,16 @@ def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
     code, _, err = tiny("--prompts", prompts)
     assert code == 2
     assert "another prompt with the id a" in err
+
+
+def test_quick_names_what_there_is():
+    names = EVALUATE.choose_methods(EVALUATE.QUICK["methods"])
+    assert len(names) > 5
+    options = EVALUATE.parse_arguments(["--quick", "--rows", "3"])
+    assert (options.rows, options.length) == (3, EVALUATE.QUICK["length"])
+    assert EVALUATE.parse_arguments(["--quick", "--prompts", "x"]).tasks is None
+    with pytest.raises(UserError, match="did you mean"):
+        EVALUATE.choose_methods("snapvk")
 
 
 def test_dummy_weights_run(capsys, tmp_path, monkeypatch):
