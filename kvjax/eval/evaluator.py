@@ -240,7 +240,9 @@ class _RowRun:
         fed = len(self.prompt) - cut
         room = bucket(max(1, len(chunk)), 8)
         growth = fed + self.new_tokens
-        cache = self.evaluator.empty_cache(self.size + bucket(max(1, growth), 64))
+        # A block more: what a head holds of the prompt need not end with a full one.
+        spare = self.evaluator.config.block_size
+        cache = self.evaluator.empty_cache(self.size + bucket(max(1, growth), 64) + spare)
         cuts = _Cut(self, cut, chunk, fed, room, growth)
         # Slots of a like size side by side: a batch decodes at the pace of its longest head.
         pending = sorted(variants, key=lambda v: (v.rate, v.method))

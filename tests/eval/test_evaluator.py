@@ -1,5 +1,6 @@
 """The evaluator against plain passes: a dense one for the full cache, token by token for others."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,14 @@ from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
 from kvjax.engine import steps
 from kvjax.errors import UserError
-from kvjax.eval.evaluator import Evaluator, EvaluatorConfig, Variant, bucket, rate_blocks
+from kvjax.eval.evaluator import (
+    Evaluator,
+    EvaluatorConfig,
+    Variant,
+    bucket,
+    rate_blocks,
+    slots_for,
+)
 from kvjax.eval.rows import PROTOCOLS
 from kvjax.models.llama import forward, logits
 from tests.eval.conftest import TINY, make_row
@@ -183,6 +191,18 @@ def test_stop_texts_end_an_answer_early(tiny_model):
     stopped = make_row(metric="f1", max_new_tokens=40, stop=(stop,))
     answer = run_row(evaluator, stopped, ["prompt"], variants)["prompt", "full", 1.0]["answer"]
     assert answer == whole[: whole.index(stop)]
+
+
+def test_one_slot_suffices(tiny_model):
+    """The pool of a single slot holds a full cache and its answer."""
+    row = make_row(context="word" * 25, answer_prefix="", target=" ", metric="f1")
+    # As long as a padded prompt can be, so that nothing is to spare.
+    alone = Evaluator(tiny_model, dataclasses.replace(CONFIG, num_slots=1))
+    assert len(alone.tokenise(row).prompt) == bucket(128, 128) == 128
+    result = run_row(alone, row, ["prompt"], [Variant("full", 1.0)])["prompt", "full", 1.0]
+    assert len(result["answer"]) == 64
+    assert result["kvs"] == HEADS * 128
+    assert slots_for(tiny_model, 100) == 16
 
 
 def test_more_variants_than_slots_and_equal_cuts(evaluator):
