@@ -56,7 +56,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--trace", help="arrivals: Azure's CSV, Mooncake's JSONL, or lengths alone (.gz too)")
     add("--request-rate", type=float, help="requests per second of --trace (its own by default)")
     add("--seed", type=int, default=0, help="(%(default)s)")
-    add("--no-warmup", dest="warmup", action="store_false", help="compile while measuring")
+    add(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compile everything before measuring (yes)",
+    )
     add("--no-limits", dest="limits", action="store_false", help="do not measure the machine")
     add("--out", metavar="FILE", help="append each result to this JSONL file")
     add("--plot-dir", metavar="FOLDER", help="pictures by rate and by length")
@@ -190,6 +195,8 @@ def measure(
     outputs_len = max(row.output_len for row in arrivals)
     max_len = max(n + row.output_len for n, row in zip(lengths, arrivals, strict=True))
     llm = make_engine(model, options, compression, max_len)
+    progress.clear()
+    print(f"memory: {llm.plan}", file=sys.stderr)
     expected = expected_batch(llm, compression, max(lengths), outputs_len, llm.config.max_batch)
     if options.warmup:
         progress("compile")
@@ -236,7 +243,10 @@ def measure(
             phase: spent(f'seconds_total{{phase="{phase}"}}')
             for phase in ("prefill", "compress", "decode", "host")
         },
+        "compiled_steps": compiled,
+        "compile_seconds": before["kvjax_compile_seconds"],
         "compiled_while_serving": len(llm.worker.compilations) - compiled,
+        "memory": llm.memory(),
         "time_to_first_token": percentiles([x for x in firsts if x is not None]),
         "time_per_output_token": percentiles([x for x in each if x is not None]),
         "device": str(_device()),

@@ -4,10 +4,11 @@ Each `step` schedules, runs and postprocesses: a chunk of a waiting prompt, a vi
 steps for all running sequences, and, while the device works, the text of the visit before.
 """
 
+import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -104,6 +105,18 @@ class LLM:
             sampling = SamplingParams(max_tokens=max(1, min(2, self.max_len - length)))
             request = self._checked(prompt, sampling, self.compression, "warm-up", -1)
             self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: the plan's parts, and what the device says is in use, at most so far, and there.
+
+        Devices that do not tell (CPUs) have the plan's parts alone.
+        """
+        plan = dataclasses.asdict(self.plan)
+        parts = ("weights", "pool", "tables", "scratch", "workspace", "limit")
+        found = {name: plan[name] for name in parts} | {"planned": self.plan.total}
+        told = jax.devices()[0].memory_stats() or {}
+        names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+        return found | {name: int(told[name]) for name in names if name in told}
 
     # Requests
 
@@ -264,7 +277,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         compression: CompressionConfig | Sequence[CompressionConfig] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """The outputs of some prompts as they come. Several streams share the engine.
 
         Closing the iterator ends its requests and no others. Arguments and errors as for
@@ -275,7 +288,7 @@ class LLM:
         queue: deque[RequestOutput] = deque()
         names = self._add_all(prompts, sampling, compression, queue.append)  # type: ignore[arg-type]
 
-        def outputs() -> Iterator[RequestOutput]:
+        def outputs() -> Generator[RequestOutput, None, None]:
             running = {name for name in names if isinstance(name, str)}
             try:
                 yield from (name for name in names if not isinstance(name, str))
@@ -361,7 +374,7 @@ class LLM:
                     request.stats.admitted = self.clock()
             job = self._job
             size = job.next_chunk
-            if size > room:
+            if size > room and room < self.config.prefill_chunk:
                 return
             if size:
                 room -= size

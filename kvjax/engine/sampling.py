@@ -5,6 +5,7 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
@@ -76,6 +77,18 @@ def init_sampling(num_slots: int) -> SamplingState:
         top_p=jnp.ones(num_slots, jnp.float32),
         min_p=jnp.zeros(num_slots, jnp.float32),
         seed=jnp.zeros(num_slots, jnp.uint32),
+    )
+
+
+def sampling_row(params: SamplingParams) -> SamplingState:
+    """The settings of one request as a state of one slot, still on the host."""
+    dtypes = {"top_k": np.int32, "seed": np.uint32}
+    fields = dataclasses.fields(SamplingState)
+    return SamplingState(
+        **{
+            f.name: np.full(1, getattr(params, f.name), dtypes.get(f.name, np.float32))
+            for f in fields
+        }  # type: ignore[arg-type]
     )
 
 

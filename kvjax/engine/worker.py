@@ -19,7 +19,7 @@ from kvjax.cache.methods import METHODS, Method
 from kvjax.engine import steps, visits
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import init_sampling, set_sampling
+from kvjax.engine.sampling import sampling_row
 from kvjax.engine.visits import StartReport, VisitReport
 from kvjax.models.config import LlamaConfig
 
@@ -126,16 +126,20 @@ class Worker:
         """A job for a request's prompt, or for all its tokens after a preemption."""
         tokens = request.all_tokens
         length, chunk = len(tokens), self.config.prefill_chunk
+        in_pool = length > self.config.prefill_scratch
+        if request.method.votes and not in_pool:
+            # What each query head sees is measured of whole prompts only.
+            chunk = self.config.prefill_scratch
         parts = -(-length // chunk)
         # As even as can be, so that the last chunk fills an observation window.
         chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
-        return PromptJob(request, tokens, chunks, in_pool=length > self.config.prefill_scratch)
+        return PromptJob(request, tokens, chunks, in_pool)
 
     def chunk_bucket(self, job: PromptJob) -> int:
         """Tokens that the steps of a job are compiled for."""
         parts = 8 if len(job.chunks) == 1 else 4
         grain = max(1, self.config.prefill_chunk // parts)
-        return min(-(-max(job.chunks) // grain) * grain, self.config.prefill_chunk)
+        return -(-max(job.chunks) // grain) * grain
 
     def advance(self, job: PromptJob) -> None:
         """Run the next chunk of a job."""
@@ -173,7 +177,7 @@ class Worker:
             np.int32(request.remaining),  # type: ignore[arg-type]
             np.bool_(not request.sampling.ignore_eos),  # type: ignore[arg-type]
             np.bool_(decode_rule(request.method) is not None),  # type: ignore[arg-type]
-            set_sampling(init_sampling(1), 0, request.sampling),
+            sampling_row(request.sampling),
         )
         if job.in_pool:
             self.state, report = self._run(

@@ -132,3 +132,24 @@ def test_metrics_are_a_dict_and_prometheus_text(tiny_params):
     families = text_string_to_metric_families(llm.metrics.prometheus())
     parsed = {sample.name: sample.value for family in families for sample in family.samples}
     assert parsed["kvjax_output_tokens_total"] == 12
+
+
+def test_memory_tells_the_plan_and_the_device(tiny_params, monkeypatch):
+    llm = make_llm(tiny_params)
+    found = llm.memory()
+    assert found["planned"] == llm.plan.total
+    assert "bytes_in_use" not in found
+    told = {"bytes_in_use": 7, "peak_bytes_in_use": 9, "bytes_limit": 10**9, "num_allocs": 3}
+
+    class Device:
+        def memory_stats(self):
+            return told
+
+    monkeypatch.setattr("jax.devices", lambda: [Device()])
+    assert llm.memory()["peak_bytes_in_use"] == 9
+    model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
+    plan = plan_memory(model, EngineConfig(memory_fraction=0.5), 128, "float32")
+    assert plan.limit == 10**9 // 2
+    told["bytes_limit"] = 1000
+    with pytest.raises(UserError, match="this does not fit: weights"):
+        plan_memory(model, EngineConfig(), 128, "float32")

@@ -1,6 +1,7 @@
 """The steps of continuous batching change the pool in place."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,15 @@ from kvjax.models.llama import abstract_params
 from tests.cache.programs import abstract_cache, pool_bytes, unchecked
 from tests.cache.test_memory_of_steps import MODEL, SHAPES
 
-NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
-FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
-EOS = jax.ShapeDtypeStruct((1,), jnp.int32)
-SOME = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+def array(*shape: int, dtype=jnp.int32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def abstract(tree):
+NUMBER, FLAG, EOS, SOME = array(), array(dtype=jnp.bool_), array(1), array(4)
+
+
+def abstract(tree) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
@@ -37,10 +40,10 @@ def visit(method: str, num_top: int | None = None) -> tuple:
 
 def admit(method: str | None) -> tuple:
     run = partial(visits.admit, None if method is None else get_method(method), None)
-    kv = jax.ShapeDtypeStruct((SHAPES.L, 64, SHAPES.H, SHAPES.d), jnp.float32)
-    metric = jax.ShapeDtypeStruct((SHAPES.L, SHAPES.H, 64), jnp.float32)
+    kv = array(SHAPES.L, 64, SHAPES.H, SHAPES.d, dtype=jnp.float32)
+    metric = array(SHAPES.L, SHAPES.H, 64, dtype=jnp.float32)
     state = abstract(visits.init_slots(SHAPES.S))
-    scores = jax.ShapeDtypeStruct((MODEL.vocab_size,), jnp.float32)
+    scores = array(MODEL.vocab_size, dtype=jnp.float32)
     start = visits.Start(NUMBER, FLAG, FLAG, abstract(init_sampling(1)))
     prompt = PromptKV(kv, kv, metric, NUMBER)
     return run, (abstract_cache(SHAPES), state, NUMBER, prompt, NUMBER, scores, start, EOS)
@@ -52,7 +55,7 @@ def compress(method: str) -> tuple:
 
 
 def empty() -> tuple:
-    marked = jax.ShapeDtypeStruct((SHAPES.S,), jnp.bool_)
+    marked = array(SHAPES.S, dtype=jnp.bool_)
     return visits.empty, (abstract_cache(SHAPES), abstract(visits.init_slots(SHAPES.S)), marked)
 
 
