@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from kvjax.cache.methods import Method, Observation
 from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
-from kvjax.kernels import window_metrics
+from kvjax.kernels import hit_intervals, window_metrics
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -112,6 +112,34 @@ def _joined(
     return reduce_group(received, observation.group)
 
 
+def _received(
+    observation: Observation,
+    q: Float[Array, "w Hr d"],
+    k: Float[Array, "T H d"],
+    query_position: Int32[Array, " w"],
+    weight: Float[Array, " w"] | None,
+    now: Int32[Array, ""],
+    key_position: Int32[Array, "T H"] | None,
+) -> Float[Array, "H r T"]:
+    """What the observed queries give each key, per query head."""
+    positions = {"query_position": query_position, "key_position": key_position}
+    if observation.statistic == "recency":
+        last, longest = hit_intervals(q, k, **positions, least=observation.least)
+        longest = jnp.maximum(longest, 1).astype(jnp.float32)
+        again = jax.nn.sigmoid((last - now).astype(jnp.float32) / longest)
+        return 2 * (again + jax.nn.sigmoid(-1 / longest))[:, None]
+    received = window_metrics(
+        q,
+        k,
+        **positions,
+        power=observation.power,
+        excluded_distance=observation.excluded_distance,
+        query_weight=weight,
+        above=1.0 if observation.statistic == "hits" else None,
+    )
+    return received.reshape(k.shape[1], -1, k.shape[0])
+
+
 def observe_prompt(
     method: Method,
     layer: Int32[Array, ""] | int,
@@ -143,15 +171,7 @@ def observe_prompt(
         position = jnp.broadcast_to(token[:, None], (num_tokens, num_heads))
         return intrinsic_metric(observation, layer, k, position).T
     queries, position, weight = _window(observation, q, jnp.int32(0), length)
-    received = window_metrics(
-        queries,
-        k,
-        query_position=position,
-        power=observation.power,
-        excluded_distance=observation.excluded_distance,
-        query_weight=weight,
-    )
-    received = received.reshape(num_heads, -1, num_tokens)
+    received = _received(observation, queries, k, position, weight, length - 1, None)
     window_start = length - queries.shape[0]
     metric = _joined(observation, received, None, window_start)
     if not method.votes:
@@ -198,16 +218,8 @@ def observe_chunk(
     if observation.intrinsic:
         return intrinsic_metric(observation, layer, keys, key_position.T).T
     queries, query_position, weight = _window(observation, q, start, length)
-    received = window_metrics(
-        queries,
-        keys,
-        query_position=query_position,
-        key_position=key_position.T,
-        power=observation.power,
-        excluded_distance=observation.excluded_distance,
-        query_weight=weight,
-    )
-    received = received.reshape(num_heads, -1, num_held + num_tokens)
+    now = start + length - 1
+    received = _received(observation, queries, keys, query_position, weight, now, key_position.T)
     return _joined(observation, received, key_position, start + length - queries.shape[0])
 
 
@@ -238,7 +250,9 @@ def decay_metrics(
 def grows(method: Method) -> bool:
     """Whether chunk after chunk adds to a method's metrics, rather than measuring anew."""
     observation = method.observation
-    return observation is not None and observation.window is None and not observation.intrinsic
+    if observation is None or observation.intrinsic or observation.statistic == "recency":
+        return False
+    return observation.window is None
 
 
 def chunk_decay(method: Method, length: Int32[Array, ""]) -> Float[Array, ""]:

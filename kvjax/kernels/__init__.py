@@ -4,11 +4,12 @@ from kvjax.kernels.choice import explain
 from kvjax.kernels.move_kvs import move_kvs
 from kvjax.kernels.paged_attention import paged_attention, plan_paged_attention
 from kvjax.kernels.prefill_attention import Prefix, prefill_attention
-from kvjax.kernels.window_metrics import window_metrics
+from kvjax.kernels.window_metrics import hit_intervals, window_metrics
 
 __all__ = [
     "Prefix",
     "explain",
+    "hit_intervals",
     "move_kvs",
     "paged_attention",
     "plan_paged_attention",

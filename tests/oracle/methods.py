@@ -142,6 +142,34 @@ def newest_query(p: Prompt) -> Scores:
     }
 
 
+def often_important(p: Prompt) -> Scores:
+    """How many of the last 400 queries give a key 1/n or more, n the keys they see."""
+    result = {}
+    for layer, head in p.names:
+        counts = np.zeros((p.group, p.length))
+        for row, g in zip(counts, p.of_group(head), strict=True):
+            for i in last(p, 400):
+                row[: i + 1] += p.attention[layer][g][i, : i + 1] * (i + 1) >= 1 - 1e-6
+        result[layer, head] = counts.mean(axis=0)
+    return result
+
+
+def hit_again(p: Prompt) -> Scores:
+    """LazyEviction's two terms from the hits of any query head of the group, key by key."""
+    result = {}
+    for layer, head in p.names:
+        row = np.zeros(p.length)
+        for j in range(p.length):
+            ts, mri = j, 0
+            for i in range(j, p.length):
+                if max(p.attention[layer][g][i, j] for g in p.of_group(head)) > 1e-4:
+                    ts, mri = i, max(mri, i - ts)
+            mri = max(mri, 1)
+            row[j] = 2 / (1 + math.exp((p.length - 1 - ts) / mri)) + 2 / (1 + math.exp(1 / mri))
+        result[layer, head] = row
+    return result
+
+
 def forgetting(alpha: float) -> Callable[[Prompt], Scores]:
     """Step by step: everything so far times α, plus what the step's query gives."""
 
@@ -590,6 +618,8 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     ),
     "paged-h2o": keeps_shared(h2o_scores, protected=32, sinks=32, page=32),
     "paged-h2o-openvino": keeps_shared(per_query(h2o_scores), protected=128, sinks=32, page=32),
+    "scissorhands": keeps(often_important, protected=10),
+    "lazyeviction": keeps(hit_again, protected=175),
     "tova": keeps_shared(newest_query, protected=1),
     "a2sf": keeps(forgetting(0.95), protected=16),
     "a2sf-f20": keeps(forgetting(0.2), protected=16),

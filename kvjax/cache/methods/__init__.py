@@ -10,9 +10,11 @@ from kvjax.cache.methods import (
     key_norm,
     kv_compress,
     kvcrush,
+    lazyeviction,
     paged_h2o,
     pyramidkv,
     random,
+    scissorhands,
     snapkv,
     streaming_llm,
     tova,
@@ -34,6 +36,8 @@ _MODULES = (
     key_norm,
     tova,
     a2sf,
+    scissorhands,
+    lazyeviction,
 )
 
 METHODS: dict[str, Method] = {

@@ -11,6 +11,7 @@ from typing import Literal
 from kvjax.cache.metrics import GroupReduction, PoolKind
 
 Source = Literal["attention", "position", "random", "key-norm"]
+Statistic = Literal["sum", "hits", "recency"]
 Runs = Literal["prefill", "both"]
 Evidence = Literal["P", "C", "R", "A", "U", "own"]
 
@@ -41,6 +42,12 @@ class Observation:
     """A key–query pair counts only if they are at least so many tokens apart."""
     query_decay: float = 1.0
     """A query n tokens before the last one counts this to the power of n."""
+    statistic: Statistic = "sum"
+    """sum: of the attention; hits: number of queries that give a KV at least an even share of
+    their attention; recency: how likely the KV is hit again, from its last hit and the longest
+    time between two (LazyEviction)."""
+    least: float = 1e-4
+    """Recency: attention that is no hit yet."""
     accumulate: bool = False
     """Whether decode steps add their attention to the metric, in the same power."""
     decode_decay: float = 1.0
@@ -55,6 +62,8 @@ class Observation:
         _check("window", self.window or 1, self.window is None or self.window >= 1, "1 or more")
         _check("power", self.power, self.power in (1, 2), "1 or 2")
         _check("pool", self.pool, self.pool >= 1 and self.pool % 2 == 1, "an odd number from 1 on")
+        sums = self.statistic == "sum"
+        _check("accumulate", self.accumulate, sums or not self.accumulate, "False but for sums")
         for field in ("query_decay", "decode_decay"):
             value = getattr(self, field)
             _check(field, value, 0 <= value <= 1, "0 to 1")

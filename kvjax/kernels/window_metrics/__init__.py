@@ -23,6 +23,7 @@ def window_metrics(
     power: int = 2,
     excluded_distance: int = 0,
     query_weight: Float[Array, " w"] | None = None,
+    above: float | None = None,
     scale: float | None = None,
     query_block: int | None = None,
 ) -> Float[Array, "Hr T"]:
@@ -39,19 +40,16 @@ def window_metrics(
         power: 1 (sum) or 2 (sum of squares).
         excluded_distance: a pair counts only if query − key ≥ this.
         query_weight: what each query counts; 1 by default.
+        above: count the queries that give a key at least this times an even share, 1 / keys seen,
+            in place of summing p.
         scale: factor of the logits, 1/√d by default.
         query_block: queries handled at once (static); by default as many as memory allows.
 
     Raises:
         ValueError: an argument does not fit; names it, what it got and what is wanted.
     """
-    num_keys, num_heads, d = _checked(q, k, query_position, key_position, power, query_block)
-    if query_block is None:
-        query_block = min(QUERY_BLOCK, max(8, BLOCK_ELEMENTS // (q.shape[1] * num_keys)))
-    if key_position is None:
-        key_position = jnp.arange(num_keys, dtype=jnp.int32)
-    if key_position.ndim == 1:
-        key_position = jnp.broadcast_to(key_position[:, None], (num_keys, num_heads))
+    _checked(q, k, query_position, key_position, power, query_block)
+    key_position, query_block = _defaults(q, k, key_position, query_block)
     return reference.window_metrics(
         q,
         k,
@@ -60,14 +58,72 @@ def window_metrics(
         power=power,
         excluded_distance=excluded_distance,
         query_weight=query_weight,
-        scale=1 / math.sqrt(d) if scale is None else scale,
+        above=above,
+        scale=1 / math.sqrt(k.shape[-1]) if scale is None else scale,
         query_block=query_block,
     )
 
 
-def _checked(q, k, query_position, key_position, power, query_block) -> tuple[int, int, int]:
-    """T, H and d of a call whose arguments fit."""
-    num_keys, num_heads, d = check_prompt(q, k, "w")
+def hit_intervals(
+    q: Float[Array, "w Hr d"],
+    k: Float[Array, "T H d"],
+    *,
+    query_position: Int32[Array, " w"],
+    key_position: Int32[Array, " T"] | Int32[Array, "T H"] | None = None,
+    least: float,
+    scale: float | None = None,
+    query_block: int | None = None,
+) -> tuple[Int32[Array, "H T"], Int32[Array, "H T"]]:
+    """When each key was last hit, and the longest time between two hits.
+
+    Source: LazyEviction. A query hits a key when one of its heads in the key's group gives it more
+    than `least` of its attention. The first interval counts from the key's own position.
+
+    Args:
+        q: queries in ascending order, rotated at their positions.
+        k: keys, rotated at theirs.
+        query_position: token position of each query; −1 for one that does not count.
+        key_position: as in `window_metrics`.
+        least: attention that is no hit yet.
+        scale: factor of the logits, 1/√d by default.
+        query_block: queries handled at once (static).
+
+    Returns:
+        Position of the last query that hit the key, and the longest interval (0 without a hit).
+
+    Raises:
+        ValueError: an argument does not fit; names it, what it got and what is wanted.
+    """
+    _checked(q, k, query_position, key_position, 1, query_block)
+    key_position, query_block = _defaults(q, k, key_position, query_block)
+    return reference.hit_intervals(
+        q,
+        k,
+        query_position=query_position,
+        key_position=key_position,
+        least=least,
+        scale=1 / math.sqrt(k.shape[-1]) if scale is None else scale,
+        query_block=query_block,
+    )
+
+
+def _defaults(
+    q: Array, k: Array, key_position: Array | None, query_block: int | None
+) -> tuple[Int32[Array, "T H"], int]:
+    """A position of every key for each KV head, and how many queries are handled at once."""
+    num_keys, num_heads, _ = k.shape
+    if query_block is None:
+        query_block = min(QUERY_BLOCK, max(8, BLOCK_ELEMENTS // (q.shape[1] * num_keys)))
+    if key_position is None:
+        key_position = jnp.arange(num_keys, dtype=jnp.int32)
+    if key_position.ndim == 1:
+        key_position = jnp.broadcast_to(key_position[:, None], (num_keys, num_heads))
+    return key_position, query_block
+
+
+def _checked(q, k, query_position, key_position, power, query_block) -> None:
+    """Raises ValueError unless the arguments fit."""
+    num_keys, num_heads, _ = check_prompt(q, k, "w")
     if query_position.shape != q.shape[:1]:
         raise wanted("query_position shape", list(query_position.shape), list(q.shape[:1]))
     check_dtype("query_position", query_position, jnp.integer, "int32")
@@ -80,4 +136,3 @@ def _checked(q, k, query_position, key_position, power, query_block) -> tuple[in
         raise wanted("power", power, "1 or 2")
     if query_block is not None and query_block < 1:
         raise wanted("query_block", query_block, "at least 1")
-    return num_keys, num_heads, d
