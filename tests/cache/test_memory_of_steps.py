@@ -72,6 +72,32 @@ def test_steps_copy_no_pool(step, method):
     assert analysis.temp_size_in_bytes < pool_bytes(args[0]) / 10
 
 
+def compress(method: str) -> tuple:
+    """Compression of running sequences with the cache first."""
+
+    def step(cache, slots, keep):
+        return steps.compress_slots(cache, slots, keep, get_method(method), 1 << 17)
+
+    numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return step, (abstract_cache(SHAPES), numbers, numbers)
+
+
+@pytest.mark.parametrize(
+    ("step", "method"),
+    [
+        (compress, "ada-pyramidkv"),
+        (compress, "kvcrush:snapkv"),
+        (decode, "tova"),
+        pytest.param(compress, "snapkv", marks=pytest.mark.slow),
+        pytest.param(compress, "paged-h2o", marks=pytest.mark.slow),
+        pytest.param(compress, "kmeans:snapkv", marks=pytest.mark.slow),
+        pytest.param(decode, "key-norm", marks=pytest.mark.slow),
+    ],
+)
+def test_no_method_copies_the_pool(step, method):
+    test_steps_copy_no_pool(step, method)
+
+
 IN_PLACE = {"scatter", "scatter-add", "scan", "while", "cond", "jit", "pjit"}
 
 

@@ -1,0 +1,166 @@
+"""What holds of every split of a budget and of every choice, on arbitrary metrics."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import cache as kv
+from kvjax.cache import CompressionConfig
+from kvjax.cache.allocate import apportion
+from kvjax.cache.methods import METHODS, Allocation, Method, Observation, get_method
+from kvjax.errors import UserError
+
+L, H, T, B = 3, 2, 32, 4
+SHAPES = {
+    "global": Allocation(floor=0.5),
+    "uniform": Allocation("uniform", "uniform"),
+    "pyramid": Allocation("pyramid", "uniform", beta=4),
+    "ada": Allocation("uniform", "ada", floor=0.2),
+    "cheapest": Allocation("uniform", "cheapest"),
+    "weights": Allocation("weights", "uniform", weights=(3.0, 1.0, 2.0)),
+}
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_apportion_meets_its_bounds_and_its_total(data):
+    n = 4
+    low = np.array([data.draw(st.integers(0, 3)) for _ in range(n)], np.int32)
+    high = low + np.array([data.draw(st.integers(0, 4)) for _ in range(n)], np.int32)
+    share = np.array([data.draw(st.floats(0, 1000, width=32)) for _ in range(n)], np.float32)
+    total = data.draw(st.integers(0, 40))
+    given_ = np.asarray(apportioned(share, low, high, np.int32(total)))
+    assert (given_ >= low).all()
+    assert (given_ <= high).all()
+    assert given_.sum() == np.clip(total, low.sum(), high.sum())
+    for i, j in np.ndindex(n, n):  # whoever asks for more gets no less, bounds aside
+        if share[i] > share[j] and given_[i] < high[i] and given_[j] > low[j]:
+            assert given_[i] >= given_[j]
+
+
+@jax.jit
+def apportioned(share, low, high, total):
+    return apportion(share, low, high, total, 8)
+
+
+@cache
+def compressor(name: str):
+    plain = Observation(window=None)
+    method = Method(name, "", plain, allocation=SHAPES[name])
+
+    @jax.jit
+    def run(metric, length, keep, protected, sinks):
+        cache = kv.init_cache(
+            num_slots=1,
+            num_layers=L,
+            num_kv_heads=H,
+            head_dim=1,
+            num_blocks=L * H * T // B,
+            max_blocks_per_head=T // B,
+            block_size=B,
+        )
+        k = jnp.zeros((L, T, H, 1))
+        options = {"protected": protected, "sinks": sinks, "method": method}
+        return kv.write_survivors(cache, jnp.int32(0), k, k, metric, length, keep, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_budget_protection_and_last_blocks(name, data):
+    length = data.draw(st.integers(1, T))
+    keep = data.draw(st.integers(0, L * H * T // B))
+    protected, sinks = data.draw(st.integers(0, 10)), data.draw(st.integers(0, 5))
+    seed = data.draw(st.integers(0, 99))
+    metric = np.random.default_rng(seed).integers(0, 4, (L, H, T)).astype(np.float32)
+    numbers = (np.int32(x) for x in (length, keep, protected, sinks))
+    cache, report, ok = compressor(name)(metric, *numbers)
+    assert ok
+    kv.check_invariants(cache)
+    count = np.asarray(cache.context_len[0])
+    blocks = -(-count // B)
+    owned = L * H * -(-length // B)
+    guarded = {t for t in range(length) if t < sinks or t >= length - protected}
+    least = max(1, -(-len(guarded) // B))
+    assert blocks.sum() == max(min(keep, owned), blocks.sum() if report.shortfall[0] else 0)
+    assert int(report.freed[0]) == owned - blocks.sum()
+    assert int(report.shortfall[0]) == blocks.sum() - min(keep, owned)
+    if report.shortfall[0]:  # then nothing more can go
+        even = keep * B / (L * H) if name == "global" else 0
+        assert (blocks <= max(least, even * 0.5 / B)).all()
+    position = np.asarray(cache.position)
+    for at in np.ndindex(L, H):
+        assert blocks[at] >= least or count[at] == length
+        assert count[at] == length or count[at] % B == 0
+        rows = np.asarray(cache.block_table)[0][at][: blocks[at]]
+        assert guarded <= set(position[rows].reshape(-1).tolist())
+
+
+def test_methods_are_data():
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert hash(method) == hash(dataclasses.replace(method))
+        assert method.summary
+        assert name == name.lower()
+
+
+def test_names_of_wrappers():
+    method = get_method("kvcrush-mean-chunk8-50:snapkv-w32")
+    assert method.representatives is not None
+    assert method.representatives.anchor == "mean"
+    assert method.representatives.unit == 8
+    assert method.representatives.share == 0.5
+    assert method.observation == METHODS["snapkv-w32"].observation
+    assert CompressionConfig(method="kvcrush:tova", rate=4).resolved.shared
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("snapk", "did you mean snapkv"),
+        ("kvcrush-best:snapkv", "did you mean kvcrush"),
+        ("kvcrush:nothing", "did you mean"),
+        ("kvcrush:full", "wanted one that evicts"),
+        ("kvcrush:kmeans:snapkv", "wanted one that evicts by itself"),
+        ("kvcrush-openvino:kv-compress", "wanted an allocation that is not global"),
+    ],
+)
+def test_names_that_are_none(name, says):
+    with pytest.raises(UserError, match=says):
+        get_method(name)
+
+
+def test_overrides_reach_every_part():
+    config = CompressionConfig(method="h2o-decode", protected=5, sinks=2, rate=2)
+    assert config.resolved.protected_share == 0
+    assert (config.resolved.protected, config.resolved.sinks) == (5, 2)
+    config = CompressionConfig(method="ada-snapkv", window=16, rate=2)
+    assert config.resolved.observation is not None
+    assert (config.resolved.observation.window, config.resolved.protected) == (16, 16)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Observation(window=0),
+        lambda: Observation(window=1, power=3),
+        lambda: Observation(window=1, pool=4),
+        lambda: Observation(window=1, query_decay=1.5),
+        lambda: Observation(window=1, statistic="hits", accumulate=True),
+        lambda: Allocation(floor=2.0),
+        lambda: Allocation(exact=False),
+        lambda: Method("x", "", None, protected=-1),
+        lambda: Method("x", "", None, shared=True),
+    ],
+)
+def test_wrong_values_are_named(wrong):
+    with pytest.raises(ValueError, match=r"got .*, wanted"):
+        wrong()
