@@ -60,7 +60,7 @@ def observer(name: str):
 def selection(method: Method) -> Method:
     """What of a method matters once metrics are there: many methods share one compiled program."""
     plain = Observation(window=None) if method.compresses else None
-    if method.representatives and method.observation.intrinsic:
+    if method.representatives and method.observation and method.observation.intrinsic:
         plain = method.observation
     return dataclasses.replace(
         method, name="", summary="", observation=plain, protected=0, sinks=0,
