@@ -140,6 +140,26 @@ def _received(
     return received.reshape(k.shape[1], -1, k.shape[0])
 
 
+def _background(
+    observation: Observation,
+    q: Float[Array, "T Hr d"],
+    k: Float[Array, "P H d"],
+    start: Int32[Array, ""],
+    length: Int32[Array, ""],
+    key_position: Int32[Array, "P H"] | None,
+) -> Float[Array, "H P"]:
+    """`Observation.background` of every key."""
+    index = jnp.arange(q.shape[0], dtype=jnp.int32)
+    received = window_metrics(
+        q,
+        k,
+        query_position=jnp.where(index < length, start + index, -1),
+        key_position=key_position,
+    )
+    received = received.reshape(k.shape[1], -1, k.shape[0])
+    return observation.background * jnp.sum(received, axis=1)
+
+
 def observe_prompt(
     method: Method,
     layer: Int32[Array, ""] | int,
@@ -174,6 +194,8 @@ def observe_prompt(
     received = _received(observation, queries, k, position, weight, length - 1, None)
     window_start = length - queries.shape[0]
     metric = _joined(observation, received, None, window_start)
+    if observation.background:
+        metric = metric + _background(observation, q, k, jnp.int32(0), length, None)
     if not method.votes:
         return metric
     return Observed(metric, _pooled(observation, received, None, window_start))
@@ -220,7 +242,10 @@ def observe_chunk(
     queries, query_position, weight = _window(observation, q, start, length)
     now = start + length - 1
     received = _received(observation, queries, keys, query_position, weight, now, key_position.T)
-    return _joined(observation, received, key_position, start + length - queries.shape[0])
+    metric = _joined(observation, received, key_position, start + length - queries.shape[0])
+    if observation.background:
+        metric = metric + _background(observation, q, keys, start, length, key_position.T)
+    return metric
 
 
 def newest_metric(

@@ -15,6 +15,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.allocate import apportion
 from kvjax.cache.methods import METHODS, Allocation, Method, Observation, get_method
 from kvjax.errors import UserError
+from tests.conftest import REPOSITORY
 
 L, H, T, B = 3, 2, 32, 4
 SHAPES = {
@@ -164,3 +165,11 @@ def test_overrides_reach_every_part():
 def test_wrong_values_are_named(wrong):
     with pytest.raises(ValueError, match=r"got .*, wanted"):
         wrong()
+
+
+def test_the_page_on_methods_lists_every_one():
+    page = (REPOSITORY / "docs" / "methods.md").read_text(encoding="utf-8")
+    missing = [name for name in METHODS if f"\n| `{name}` |" not in page]
+    assert not missing, f"docs/methods.md has no row for {missing}"
+    tova = REPOSITORY / "kvjax" / "cache" / "methods" / "tova.py"
+    assert tova.read_text(encoding="utf-8") in page, "the example is not the file any more"

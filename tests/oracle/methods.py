@@ -256,6 +256,22 @@ def kvc_scores(window: int | None, power: int, width: int, distance: int = 0):
     return scores
 
 
+def sharp(background: float) -> Callable[[Prompt], Scores]:
+    """w4-L2, max-pooled over 17, the best query head; and a share of all queries."""
+
+    def scores(p: Prompt) -> Scores:
+        everything = kvc_scores(None, 2, 1)(p)
+        result = {}
+        for layer, head in p.names:
+            rows = [max_pool(row, 17) for row in column_sums(p, layer, head, last(p, 4), 2)]
+            # In float32: on a plateau of the pool, less than its last bit decides nothing.
+            rest = np.float32(background) * everything[layer, head].astype(np.float32)
+            result[layer, head] = np.max(rows, axis=0).astype(np.float32) + rest
+        return result
+
+    return scores
+
+
 # --- how many blocks stay -----------------------------------------------------------------------
 
 
@@ -624,6 +640,8 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "a2sf": keeps(forgetting(0.95), protected=16),
     "a2sf-f20": keeps(forgetting(0.2), protected=16),
     "kmeans:snapkv": keeps(SNAPKV, protected=8, choose=k_means()),
+    "wide-pool": keeps_globally(sharp(0.0), protected=4),
+    "wide-pool-background": keeps_globally(sharp(0.01), protected=4),
     "kv-compress": keeps_globally(kvc_scores(8, 2, 7), protected=8),
     "kv-compress-w8-l1": keeps_globally(kvc_scores(8, 1, 7), protected=8),
     "kv-compress-w32-l2": keeps_globally(kvc_scores(32, 2, 7), protected=32),

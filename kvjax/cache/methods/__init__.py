@@ -18,6 +18,7 @@ from kvjax.cache.methods import (
     snapkv,
     streaming_llm,
     tova,
+    wide_pool,
 )
 from kvjax.cache.methods.base import Allocation, Method, Observation, Representatives
 from kvjax.errors import UserError
@@ -31,6 +32,7 @@ _MODULES = (
     pyramidkv,
     adakv,
     kv_compress,
+    wide_pool,
     paged_h2o,
     kvcrush,
     key_norm,

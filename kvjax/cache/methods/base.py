@@ -40,6 +40,10 @@ class Observation:
     """How the query heads of a KV head are joined."""
     excluded_distance: int = 0
     """A key–query pair counts only if they are at least so many tokens apart."""
+    background: float = 0.0
+    """What the squared attention of all queries counts besides, not pooled and summed over the
+    query heads; 0 for nothing. Of a prompt that runs in parts, the queries of the last part.
+    """
     query_decay: float = 1.0
     """A query n tokens before the last one counts this to the power of n."""
     statistic: Statistic = "sum"
@@ -62,6 +66,7 @@ class Observation:
         _check("window", self.window or 1, self.window is None or self.window >= 1, "1 or more")
         _check("power", self.power, self.power in (1, 2), "1 or 2")
         _check("pool", self.pool, self.pool >= 1 and self.pool % 2 == 1, "an odd number from 1 on")
+        _check("background", self.background, self.background >= 0, "at least 0")
         sums = self.statistic == "sum"
         _check("accumulate", self.accumulate, sums or not self.accumulate, "False but for sums")
         for field in ("query_decay", "decode_decay"):
