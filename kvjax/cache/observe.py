@@ -16,6 +16,9 @@ from kvjax.cache.methods import Method, Observation
 from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
 from kvjax.kernels import hit_intervals, window_metrics
 
+BACKGROUND_DISTANCE = 10
+"""Tokens between a key and the queries of `Observation.background`, as in KV-Compress, full."""
+
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
@@ -155,6 +158,7 @@ def _background(
         k,
         query_position=jnp.where(index < length, start + index, -1),
         key_position=key_position,
+        excluded_distance=BACKGROUND_DISTANCE,
     )
     received = received.reshape(k.shape[1], -1, k.shape[0])
     return observation.background * jnp.sum(received, axis=1)
@@ -181,7 +185,6 @@ def observe_prompt(
         v: values.
         length: tokens of the prompt; those from `length` on are padding.
     """
-    del v
     num_tokens, num_heads, _ = k.shape
     observation, length = method.observation, jnp.asarray(length, jnp.int32)
     if observation is None:
@@ -196,6 +199,8 @@ def observe_prompt(
     metric = _joined(observation, received, None, window_start)
     if observation.background:
         metric = metric + _background(observation, q, k, jnp.int32(0), length, None)
+    if observation.value_norm:
+        metric = metric * jnp.linalg.norm(v.astype(jnp.float32), axis=-1).T
     if not method.votes:
         return metric
     return Observed(metric, _pooled(observation, received, None, window_start))
@@ -211,6 +216,7 @@ def observe_chunk(
     start: Int32[Array, ""],
     held_k: Float[Array, "H P d"],
     held_position: Int32[Array, "H P"],
+    held_v: Float[Array, "H P d"],
 ) -> Float[Array, "H P+T"]:
     """Eviction metric of what the heads of one layer hold already, and of a chunk after it.
 
@@ -224,8 +230,8 @@ def observe_chunk(
         start: position of the chunk's first token.
         held_k: keys that the heads hold.
         held_position: their token positions; −1 where nothing is held.
+        held_v: values that the heads hold.
     """
-    del v
     num_tokens, num_heads, _ = k.shape
     num_held = held_k.shape[1]
     observation = method.observation
@@ -245,6 +251,11 @@ def observe_chunk(
     metric = _joined(observation, received, key_position, start + length - queries.shape[0])
     if observation.background:
         metric = metric + _background(observation, q, keys, start, length, key_position.T)
+    if observation.value_norm:
+        norm = jnp.linalg.norm(v.astype(jnp.float32), axis=-1).T
+        held_norm = jnp.linalg.norm(held_v.astype(jnp.float32), axis=-1)
+        held_norm = jnp.where(held_position >= 0, held_norm, 0)
+        metric = metric * jnp.concatenate([held_norm, norm], axis=1)
     return metric
 
 

@@ -166,7 +166,7 @@ def prefill_chunk(
         held = jnp.arange(num_held) < prefix.length[:, None]
         position = cache.position[page].reshape(num_heads, num_held)
         return observe_chunk(
-            method, layer, q, k, v, length, start, prefix.k, jnp.where(held, position, -1)
+            method, layer, q, k, v, length, start, prefix.k, jnp.where(held, position, -1), prefix.v
         )
 
     def attend(scratch, layer, q, k, v):

@@ -115,7 +115,9 @@ def prefill_part(
                 jnp.swapaxes(prompt.v[layer], 0, 1),
                 jnp.broadcast_to(start, num_heads),
             )
-            metric = observe_chunk(method, layer, q, k, v, length, start, prefix.k, held_position)
+            metric = observe_chunk(
+                method, layer, q, k, v, length, start, prefix.k, held_position, prefix.v
+            )
             return prefill_attention(q, k, v, prefix=prefix), metric
 
         def neither():

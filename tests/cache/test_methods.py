@@ -87,7 +87,9 @@ def compressor(method: Method):
 
 
 @cache
-def inputs(kind: str, length: int, cap: int, seed: int) -> tuple[np.ndarray, np.ndarray, Prompt]:
+def inputs(
+    kind: str, length: int, cap: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, Prompt]:
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((L, T, H * R, D)).astype(np.float32)
     k = rng.standard_normal((L, T, H, D)).astype(np.float32)
@@ -100,7 +102,8 @@ def inputs(kind: str, length: int, cap: int, seed: int) -> tuple[np.ndarray, np.
         q = np.abs(q)
         k[:, :16, 0] = 4
     q[:, length:], k[:, length:] = 1e4, -1e4  # padding must not matter
-    return q, k, Prompt(q[:, :length], k[:, :length], cap, B)
+    v = rng.integers(1, 4, k.shape).astype(np.float32)
+    return q, k, v, Prompt(q[:, :length], k[:, :length], v[:, :length], cap, B)
 
 
 CASES = [
@@ -153,11 +156,11 @@ def marked(name: str):
 def test_keeps_what_the_oracle_keeps(name):
     method = get_method(name)
     for seed, (kind, length, cap) in enumerate(CASES):
-        q, k, prompt = inputs(kind, length, cap, seed)
+        q, k, v, prompt = inputs(kind, length, cap, seed)
         keep = kv.budget_blocks(cap, L, H, B)
         if not method.compresses:
             keep = L * H * M
-        length, v = np.int32(length), np.ones_like(k)
+        length = np.int32(length)
         numbers = (length, np.int32(keep), np.int32(method.protected), np.int32(method.sinks))
         direct, whole, report, later, ok = compressor(selection(method))(
             k, v, observer(name)(q, k, v, length), *numbers

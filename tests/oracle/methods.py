@@ -24,10 +24,11 @@ Kept = dict[tuple[int, int], list[int]]
 
 @dataclass
 class Prompt:
-    """q [L, T, H·r, d], k [L, T, H, d] of a whole prompt; a cap in tokens; the block size."""
+    """q [L, T, H·r, d], k and v [L, T, H, d] of a whole prompt; a cap in tokens; the block size."""
 
     q: np.ndarray
     k: np.ndarray
+    v: np.ndarray
     cap: int
     block: int
 
@@ -256,17 +257,22 @@ def kvc_scores(window: int | None, power: int, width: int, distance: int = 0):
     return scores
 
 
-def sharp(background: float) -> Callable[[Prompt], Scores]:
-    """w4-L2, max-pooled over 17, the best query head; and a share of all queries."""
+def sharp(background: float, *, value_norm: bool = False) -> Callable[[Prompt], Scores]:
+    """w4-L2, max-pooled over 17, the best query head; and a share of all queries 10 tokens on.
+
+    Times the norm of the value, where asked.
+    """
 
     def scores(p: Prompt) -> Scores:
-        everything = kvc_scores(None, 2, 1)(p)
+        everything = kvc_scores(None, 2, 1, distance=10)(p)
         result = {}
         for layer, head in p.names:
             rows = [max_pool(row, 17) for row in column_sums(p, layer, head, last(p, 4), 2)]
             # In float32: on a plateau of the pool, less than its last bit decides nothing.
             rest = np.float32(background) * everything[layer, head].astype(np.float32)
-            result[layer, head] = np.max(rows, axis=0).astype(np.float32) + rest
+            row = np.max(rows, axis=0).astype(np.float32) + rest
+            norm = np.linalg.norm(p.v[layer, :, head], axis=-1).astype(np.float32)
+            result[layer, head] = row * norm if value_norm else row
         return result
 
     return scores
@@ -432,7 +438,8 @@ def keeps_cheapest_of_layer(
         scores = scores_of(p)
         result: Kept = {}
         for layer in range(p.layers):
-            one = Prompt(p.q[layer : layer + 1], p.k[layer : layer + 1], p.cap, p.block)
+            part = slice(layer, layer + 1)
+            one = Prompt(p.q[part], p.k[part], p.v[part], p.cap, p.block)
             rows: Scores = {(0, head): scores[layer, head] for head in range(p.heads)}
             floor = math.floor(safe * p.cap_tokens / p.block)
             keep = keeps_globally(lambda _, rows=rows: rows, protected=protected, least=floor)
@@ -641,7 +648,7 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "a2sf-f20": keeps(forgetting(0.2), protected=16),
     "kmeans:snapkv": keeps(SNAPKV, protected=8, choose=k_means()),
     "wide-pool": keeps_globally(sharp(0.0), protected=4),
-    "wide-pool-background": keeps_globally(sharp(0.01), protected=4),
+    "wide-pool-background": keeps_globally(sharp(0.03, value_norm=True), protected=8),
     "kv-compress": keeps_globally(kvc_scores(8, 2, 7), protected=8),
     "kv-compress-w8-l1": keeps_globally(kvc_scores(8, 1, 7), protected=8),
     "kv-compress-w32-l2": keeps_globally(kvc_scores(32, 2, 7), protected=32),

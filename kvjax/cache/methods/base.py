@@ -41,9 +41,11 @@ class Observation:
     excluded_distance: int = 0
     """A key–query pair counts only if they are at least so many tokens apart."""
     background: float = 0.0
-    """What the squared attention of all queries counts besides, not pooled and summed over the
-    query heads; 0 for nothing. Of a prompt that runs in parts, the queries of the last part.
-    """
+    """What the squared attention of all queries at least 10 tokens after a KV counts besides, not
+    pooled and summed over the query heads; 0 for nothing. Of a prompt that runs in parts, the
+    queries of the last part."""
+    value_norm: bool = False
+    """Whether metrics of a prompt are multiplied by the L2 norm of the KV's value."""
     query_decay: float = 1.0
     """A query n tokens before the last one counts this to the power of n."""
     statistic: Statistic = "sum"
