@@ -201,6 +201,9 @@ def measure(
     if options.warmup:
         progress("compile")
         llm.warm_up(sorted(set(lengths)))
+        took = sum(llm.worker.compilations.values())
+        progress.clear()
+        print(f"{len(llm.worker.compilations)} steps ready in {took:.1f} s", file=sys.stderr)
     prompts = prompts_of(source, lengths, options.seed)
     before, compiled = llm.metrics.as_dict(), len(llm.worker.compilations)
     began = time.perf_counter()

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -266,10 +266,13 @@ class LLM:
 
         names = self._add_all(prompts, sampling, compression, note)
         missing = {name for name in names if isinstance(name, str)}
-        while missing - ended.keys():
-            self.step()
-            if on_step is not None:
-                on_step(len(names) - len(missing - ended.keys()))
+        try:
+            while missing - ended.keys():
+                self.step()
+                if on_step is not None:
+                    on_step(len(names) - len(missing - ended.keys()))
+        finally:
+            self._abort_all(missing - ended.keys())
         return [ended[name] if isinstance(name, str) else name for name in names]
 
     def stream(
@@ -300,13 +303,17 @@ class LLM:
                             running.discard(output.request_id)
                         yield output
             finally:
-                for name in running:
-                    request, _ = self._texts.get(name, (None, None))
-                    if request is not None and request.finish_reason is None:
-                        request.on_output = None
-                        self.abort(name)
+                self._abort_all(running)
 
         return outputs()
+
+    def _abort_all(self, names: Iterable[str]) -> None:
+        """End those of some requests that still run; their caller has gone."""
+        for name in names:
+            request, _ = self._texts.get(name, (None, None))
+            if request is not None and request.finish_reason is None:
+                request.on_output = None
+                self.abort(name)
 
     def _add_all(self, prompts, sampling, compression, on_output) -> list[str | RequestOutput]:
         """The id of each prompt's request, or its output where it was refused."""
@@ -521,6 +528,7 @@ class LLM:
     def _note_start(self, request: Request, started: Any, now: float) -> None:
         if not started.ok:
             # More had to stay than the budget says: it comes again when there is room for that.
+            request.owned = 0
             stays = request.blocks_whole(request.length) - int(started.freed)
             request.unevictable = max(0, stays - (request.budget or 0))
             if len(self.scheduler.running) == 1:

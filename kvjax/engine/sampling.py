@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from kvjax.errors import UserError
 
+SAMPLING_CHUNK = 256
+"""Tokens whose probabilities are summed together when one is drawn."""
 MAX_LOGPROBS = 20
 """Most of the likeliest tokens whose log-probabilities can be asked for."""
 
@@ -118,14 +120,38 @@ def sample(
         filtered = (state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)
         scaled = lax.cond(jnp.any(filtered), lambda x: _filter(x, state), lambda x: x, scaled)
 
-        def one(seed, at, row):
-            key = jax.random.fold_in(jax.random.key(seed), at)
-            return jax.random.categorical(key, row)
+        def uniform(seed, at):
+            return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), at))
 
-        drawn = jax.vmap(one)(state.seed, position, scaled)
+        drawn = _draw(jax.nn.softmax(scaled, axis=-1), jax.vmap(uniform)(state.seed, position))
         return jnp.where(state.temperature > 0, drawn, greedy).astype(jnp.int32)
 
     return lax.cond(jnp.any(state.temperature > 0), draw, lambda _: greedy, None)
+
+
+def _draw(p: Float[Array, "S V"], uniform: Float[Array, " S"]) -> Int32[Array, " S"]:
+    """The token at which the sum of probabilities passes `uniform` of the whole.
+
+    Takes one random number per sequence, and sums over chunks first: Gumbel noise for a whole
+    vocabulary would cost more than a decode step of a small model.
+    """
+    num_seqs, vocab = p.shape
+    p = jnp.pad(p, ((0, 0), (0, -vocab % SAMPLING_CHUNK))).reshape(num_seqs, -1, SAMPLING_CHUNK)
+    sums = jnp.sum(p, axis=-1)
+    upto = jnp.cumsum(sums, axis=-1)
+    target = uniform * upto[:, -1]
+
+    def passed(values, upto, target):
+        # Rounding may leave the target at the very end: the last that is possible then.
+        last = values.shape[-1] - 1 - jnp.argmax(values[:, ::-1] > 0, axis=-1)
+        return jnp.minimum(jnp.sum(upto <= target[:, None], axis=-1), last)
+
+    chunk = passed(sums, upto, target)
+    row = jnp.arange(num_seqs)
+    within = p[row, chunk]
+    target = target - (upto[row, chunk] - sums[row, chunk])
+    token = chunk * SAMPLING_CHUNK + passed(within, jnp.cumsum(within, axis=-1), target)
+    return token.astype(jnp.int32)
 
 
 def _filter(logits: Float[Array, "S V"], state: SamplingState) -> Float[Array, "S V"]:

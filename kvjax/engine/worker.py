@@ -33,27 +33,22 @@ _VISIT = jax.jit(visits.decode_visit, static_argnums=(0, 1, 2, 3), donate_argnum
 _COMPRESS = jax.jit(visits.compress_some, static_argnums=(0, 1, 2), donate_argnums=3)
 _EMPTY = jax.jit(visits.empty, donate_argnums=(0, 1))
 
-COMPRESS_BASE = 4
-"""Compressions are rare: their sizes are rounded more coarsely, so that fewer are compiled."""
-
 NO_BUDGET = 2**31 - 1
 """Blocks to keep where nothing is to be evicted."""
 
 
-def bucket_of(size: int, most: int, base: int = 2) -> int:
-    """The power of `base` that holds `size`, and never more than `most`."""
-    bucket = 1
-    while bucket < size:
-        bucket *= base
-    return min(bucket, most)
+def sizes_upto(most: int, first: int, factor: int) -> tuple[int, ...]:
+    """first, first · factor, … below `most`, and `most` itself."""
+    found = []
+    while first < most:
+        found.append(first)
+        first *= factor
+    return (*found, most)
 
 
-def buckets_upto(most: int, base: int = 2) -> list[int]:
-    """Every value of `bucket_of` for sizes up to `most`."""
-    found = [bucket_of(1, most, base)]
-    while found[-1] < most:
-        found.append(bucket_of(found[-1] + 1, most, base))
-    return found
+def fitting(size: int, sizes: Sequence[int]) -> int:
+    """The least of some ascending sizes that holds `size`; the last if none does."""
+    return next((one for one in sizes if one >= size), sizes[-1])
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,6 +103,18 @@ class Worker:
             dtype=dtype,
         )
         self.state = visits.init_slots(config.max_batch)
+        slots, width = config.max_batch, self.cache.max_blocks
+        if jax.default_backend() == "cpu":
+            self.visit_sizes = sizes_upto(slots, 1, 2)
+            # Compressions are rare: fewer sizes, so that fewer are compiled.
+            self.compress_sizes, self.compress_widths = (
+                sizes_upto(n, 1, 4) for n in (slots, width)
+            )
+        else:
+            # A decode step reads all weights whatever the batch, so rows without a sequence cost
+            # little, and compiling for one more size costs much.
+            self.visit_sizes = sizes_upto(slots, 64, 4)
+            self.compress_sizes, self.compress_widths = (slots,), sizes_upto(width, 16, 8)
 
     def _run(self, key: Hashable, step: Callable, *args: Any) -> Any:
         """`step(*args)`, with a note of the first call of each key: it compiles."""
@@ -203,7 +210,7 @@ class Worker:
         self, slots: Sequence[int], limit: int, method: Method, num_top: int | None
     ) -> VisitReport:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding."""
-        group = bucket_of(len(slots), self.config.max_batch)
+        group = fitting(len(slots), self.visit_sizes)
         num_steps = self.config.steps_per_visit
         self.cache, self.state, report = self._run(
             ("visit", method, group, num_top),
@@ -224,9 +231,8 @@ class Worker:
             most: KVs sorted at once.
             longest: no head of theirs holds more KVs.
         """
-        group = bucket_of(len(slots), self.config.max_batch, COMPRESS_BASE)
-        width = -(-longest // self.config.block_size)
-        columns = bucket_of(width, self.cache.max_blocks, COMPRESS_BASE)
+        group = fitting(len(slots), self.compress_sizes)
+        columns = fitting(-(-longest // self.config.block_size), self.compress_widths)
         keeps = np.zeros(group, np.int32)
         keeps[: len(keep)] = keep
         self.cache, freed = self._run(
@@ -251,12 +257,12 @@ class Worker:
             # A slot that does not exist refuses the prompt.
             self.start(job, outside, num_top)
         method = request.method if decode_rule(request.method) else METHODS["full"]
-        for group in buckets_upto(self.config.max_batch):
+        for group in self.visit_sizes:
             self.visit([outside] * group, 0, method, num_top)
         if request.budget is not None:
             most = request.compression.max_kvs_per_step
-            for group in buckets_upto(self.config.max_batch, COMPRESS_BASE):
-                for width in buckets_upto(self.cache.max_blocks, COMPRESS_BASE):
+            for group in self.compress_sizes:
+                for width in self.compress_widths:
                     longest = width * self.config.block_size
                     slots = [outside] * group
                     self.compress(slots, slots, request.method, most, longest)

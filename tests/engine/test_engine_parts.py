@@ -11,7 +11,7 @@ from kvjax.engine.memory import plan_memory
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
-from kvjax.engine.worker import bucket_of, buckets_upto
+from kvjax.engine.worker import fitting, sizes_upto
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.tokenizer import ByteTokenizer
@@ -54,11 +54,12 @@ def test_the_plan_adds_up_and_refuses_what_does_not_fit(tiny_params):
         plan_memory(model, EngineConfig(pool_tokens=10**10), 128, "float32")
 
 
-def test_buckets():
-    assert [bucket_of(n, 12) for n in (0, 1, 2, 3, 5, 9, 12)] == [1, 1, 2, 4, 8, 12, 12]
-    assert buckets_upto(12) == [1, 2, 4, 8, 12]
-    assert buckets_upto(64, 4) == [1, 4, 16, 64]
-    assert buckets_upto(1) == [1]
+def test_sizes_that_steps_are_compiled_for():
+    assert sizes_upto(12, 1, 2) == (1, 2, 4, 8, 12)
+    assert sizes_upto(64, 1, 4) == (1, 4, 16, 64)
+    assert sizes_upto(48, 64, 4) == (48,)
+    assert sizes_upto(1, 1, 2) == (1,)
+    assert [fitting(n, (1, 4, 12)) for n in (0, 1, 2, 4, 5, 12, 13)] == [1, 1, 4, 4, 12, 12, 12]
 
 
 def request_of(order: int, length: int, budget: int | None, max_tokens: int = 10, **settings):

@@ -99,6 +99,19 @@ def test_closing_a_stream_ends_its_requests_and_no_others(tiny_params):
     assert_empty(llm)
 
 
+def test_an_interrupted_batch_ends_and_the_engine_goes_on(tiny_params):
+    prompts = prompts_of(10, 40)
+    llm = make_llm(tiny_params)
+
+    def interrupt(ended):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(20), on_step=interrupt)
+    assert tokens_of(llm.generate(prompts, greedy(20))) == alone(tiny_params, prompts, greedy(20))
+    assert_empty(llm)
+
+
 def test_two_streams_share_the_engine(tiny_params):
     prompts = prompts_of(10, 40)
     llm = make_llm(tiny_params)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.engine.sampling import SamplingParams, init_sampling, sample, set_sampling
+from kvjax.engine.sampling import SamplingParams, _draw, init_sampling, sample, set_sampling
 from kvjax.errors import UserError
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)) * 2, jnp.float32)
@@ -39,6 +39,24 @@ def test_top_k_top_p_and_min_p_keep_the_right_tokens():
     assert set(draws(SamplingParams(temperature=1, top_p=1e-6))) == {order[0]}
     wanted = set(np.flatnonzero(probability >= 0.3 * probability.max()))
     assert set(draws(SamplingParams(temperature=1, min_p=0.3))) == wanted
+
+
+def test_a_draw_never_takes_what_has_no_probability():
+    vocab = 700  # more than two chunks, and no whole number of them
+    p = np.zeros((4, vocab), np.float32)
+    p[0, [3, 255, 256, 600]] = 0.25
+    p[1, 511] = 1
+    p[2, [0, 699]] = 0.5
+    p[3] = 1 / vocab
+    draw = jax.jit(_draw)
+    below_one = np.float32(1 - 2**-24)
+    assert draw(p, np.zeros(4, np.float32)).tolist() == [3, 511, 0, 0]
+    assert draw(p, np.full(4, below_one)).tolist() == [600, 511, 699, 699]
+    assert draw(p, np.ones(4, np.float32)).tolist() == [600, 511, 699, 699]
+    for u, first, last in ((0.3, 255, 0), (0.6, 256, 699), (0.76, 600, 699)):
+        got = draw(p, np.full(4, u, np.float32)).tolist()
+        assert got[:3] == [first, 511, last]
+        assert got[3] == pytest.approx(u * vocab, abs=1)
 
 
 def test_a_draw_depends_on_seed_and_position_alone():
