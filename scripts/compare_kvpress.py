@@ -1,0 +1,456 @@
+"""Compare kvjax's methods with kvpress's, on the same prompts, weights and kept KVs.
+
+Ours run first and say how many KVs they really held of every prompt; each press of kvpress then
+gets that number as its compression ratio. Both are scored on the true answer (exact match, NLL,
+KL against the full cache). Before anything is compared, the logits of both models are.
+
+    python scripts/compare_kvpress.py --peer-python ~/torch/bin/python --data ./data
+    python scripts/compare_kvpress.py --peer-python PYTHON --prompts mine.jsonl \\
+        --presses snapkv,streaming-llm --protocols prompt,agnostic --rates 8,32
+
+--peer-python is a Python with torch and kvpress (kvjax itself needs neither). Results are
+appended to a JSONL file, and a run that was stopped goes on where it was; a Markdown table stands
+beside it. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from compare_kvpress_work import (
+    PRESSES,
+    PeerProcess,
+    agreement,
+    budgets,
+    checkpoint_config,
+    checkpoint_tensors,
+    choose_presses,
+    group_equal,
+    overlaps,
+    pairs_of,
+    peer_method,
+    peer_versions,
+    report,
+)
+from evaluate import choose_methods, choose_protocols, collect_rows, numbers, split_list
+
+from kvjax.cli import ArgumentParser, Progress, run_script
+from kvjax.errors import UserError
+
+MOST_DIFFERENCE = 0.05
+"""Largest difference of two logits up to which both models are the same in float32."""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer-python", required=True, help="a Python with torch and kvpress")
+    parser.add_argument("--model", help="name of a model (smollm2-135m)")
+    parser.add_argument("--weights", help="folder, GGUF file, Orbax checkpoint, or hub id")
+    parser.add_argument(
+        "--export", type=Path, metavar="FOLDER", help="keep the weights for the peer here"
+    )
+    what = parser.add_argument_group("what is compared (lists are separated by commas)")
+    what.add_argument("--presses", default="all", help=f"of {', '.join(PRESSES)} (%(default)s)")
+    what.add_argument(
+        "--reference",
+        default="kv-compress",
+        help="our method at whose KVs every press runs (%(default)s)",
+    )
+    what.add_argument("--rates", default="8,32", help="(%(default)s)")
+    what.add_argument(
+        "--protocols", default="prompt", help="of prompt, question, agnostic (%(default)s)"
+    )
+    what.add_argument(
+        "--tasks", help="as in evaluate.py (needle,passkey,kv; none if --prompts is given)"
+    )
+    what.add_argument("--prompts", action="append", default=[], metavar="FILE", help="repeatable")
+    what.add_argument("--length", default="1024", help="prompt lengths (%(default)s)")
+    what.add_argument("--rows", type=int, default=8, help="of each task and length (%(default)s)")
+    what.add_argument("--split", choices=("dev", "test"), default="test", help="(%(default)s)")
+    what.add_argument("--depths", type=int, default=5, help="places of needles (%(default)s)")
+    what.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
+    what.add_argument(
+        "--target-tokens", type=int, default=32, help="of a continuation (%(default)s)"
+    )
+    what.add_argument(
+        "--positions",
+        type=int,
+        default=2,
+        help="rows of each task whose kept positions are compared (%(default)s)",
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path, metavar="FOLDER", help="as in evaluate.py")
+    for name in ("haystack", "texts", "longbench", "gsm8k", "xsum"):
+        data.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--block-size", type=int, default=16, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("compare.jsonl"), help="(%(default)s)")
+    parser.add_argument("--table", type=Path, help="Markdown page (beside --out)")
+    options = parser.parse_args(arguments)
+    if options.tasks is None and not options.prompts:
+        options.tasks = "needle,passkey,kv"
+    return options
+
+
+def export(config: Any, tokenizer: Any, weights: Path, folder: Path, progress: Progress) -> None:
+    """Write the model as the peer reads it, float32, unless the folder has it already."""
+    import safetensors.numpy
+    from flax import nnx
+
+    from kvjax.models.weights import load_params
+
+    if (folder / "model.safetensors").exists():
+        held = json.loads((folder / "config.json").read_text())
+        if held != checkpoint_config(config):
+            raise UserError(f"--export {folder} holds another model: give another folder")
+        return
+    progress("weights for the peer")
+    _, params = load_params(weights, config, "float32", stacked=True)
+    arrays = {tuple(path): leaf[...] for path, leaf in nnx.to_flat_state(params)}
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    (folder / "config.json").write_text(json.dumps(checkpoint_config(config), indent=1))
+    part = folder / "model.part"
+    tensors = checkpoint_tensors(config, arrays)
+    safetensors.numpy.save_file(tensors, part, metadata={"format": "pt"})
+    os.replace(part, folder / "model.safetensors")
+
+
+def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list[Any]) -> list[Any]:
+    """Positions that each (layer, head) keeps under each variant, in the layout's order."""
+    import functools
+
+    import jax
+
+    from kvjax.cache import init_cache
+    from kvjax.cache.methods import get_method
+    from kvjax.engine import steps
+    from kvjax.eval import passes
+    from kvjax.eval.evaluator import bucket, rate_blocks
+
+    config, b = evaluator.model.config, evaluator.config.block_size
+    size = bucket(cut, 128)
+    padded = np.zeros(size, np.int32)
+    padded[:cut] = tokens.prompt[:cut]
+    dense = jax.jit(functools.partial(passes.dense_pass, config))(
+        evaluator.model.params, padded, np.zeros(8, np.int32)
+    )
+    found = []
+    for variant in wanted:
+        method = get_method(variant.method)
+        observe = jax.jit(functools.partial(passes.observe, method))
+        metric = observe(dense.q, dense.k, dense.v, np.int32(cut))
+        width = -(-size // b) + 1
+        cache = init_cache(
+            num_slots=1,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_blocks=evaluator.heads * width,
+            max_blocks_per_head=width,
+            block_size=b,
+        )
+        keep = rate_blocks(cut, variant.rate, evaluator.heads, b)
+        prompt = steps.PromptKV(dense.k, dense.v, metric, np.int32(cut))
+        admit = jax.jit(functools.partial(steps.admit, method=method))
+        cache, _, _ = admit(cache, np.int32(0), prompt, np.int32(keep))
+        position, table = np.asarray(cache.position), np.asarray(cache.block_table[0])
+        held = np.asarray(cache.context_len[0])
+        found.append(
+            [
+                np.concatenate([position[i] for i in table[l, h] if i < len(position)])[:n].tolist()
+                for (l, h), n in np.ndenumerate(held)
+            ]
+        )
+    return found
+
+
+def check_logits(evaluator: Any, peer: PeerProcess, tokens: Any, folder: Path) -> float:
+    """Largest difference of the logits after a prompt, as both sides compute them.
+
+    Raises:
+        UserError: they differ by more than rounding.
+    """
+    import functools
+
+    import jax
+
+    from kvjax.eval import passes
+
+    prompt = tokens.prompt
+    dense = jax.jit(functools.partial(passes.dense_pass, evaluator.model.config))
+    last = np.full(1, len(prompt) - 1, np.int32)
+    ours = np.asarray(dense(evaluator.model.params, prompt, last).scores[0])
+    file = folder / "logits.bin"
+    job = {
+        "prompt": prompt.tolist(),
+        "cut": len(prompt),
+        "target": tokens.target[:1].tolist(),
+        "presses": [],
+        "logits_to": str(file),
+    }
+    peer.ask(job)
+    theirs = np.fromfile(file, np.float32)
+    difference = float(np.abs(theirs - ours).max())
+    if not difference <= MOST_DIFFERENCE:
+        raise UserError(
+            f"the logits of both models differ by up to {difference:.3g}: not the same model"
+        )
+    return difference
+
+
+def peer_rows(
+    row: Any, tokens: Any, protocol: str, asked: list[dict[str, Any]], answer: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Results of the peer as rows like ours, one per name that a run stands for."""
+    from kvjax.eval.run import digest
+
+    rows = []
+    for entry, found in zip(asked, answer["results"]):
+        scores = {name: found[name] for name in ("em", "nll", "kl", "agree")}
+        for name in entry["names"]:
+            rows.append(
+                {
+                    "id": row.id,
+                    "task": row.task,
+                    "length": row.length,
+                    "depth": row.depth,
+                    "method": peer_method(entry["press"], name),
+                    "rate": entry["rate"],
+                    "protocol": protocol,
+                    "prompt_tokens": len(tokens.prompt),
+                    "compressed_tokens": tokens.cut(protocol),
+                    "target_tokens": len(tokens.target),
+                    "removed_tokens": tokens.removed,
+                    "kvs_full": entry["kvs_full"],
+                    "kvs_wanted": entry["kvs"],
+                    "kvs": found["kvs"],
+                    "ratio": found["ratio"],
+                    "simulated": found["simulated"],
+                    "bytes": found["bytes"],
+                    "metric": row.metric if row.metric == "nll" else "em",
+                    "score": None if row.metric == "nll" else float(found["em"]),
+                    **scores,
+                    "full": answer["full"],
+                    "agreement": entry["agreement"].get(name),
+                    "recall": None,
+                    "seconds": {
+                        "prefill": answer["prefill"],
+                        "select": max(0.0, found["compress_seconds"] - answer["prefill"]),
+                        "score": found["score_seconds"],
+                        "decode": 0.0,
+                    },
+                    "digest": digest(tokens),
+                }
+            )
+    return rows
+
+
+def run_peer(
+    options: argparse.Namespace,
+    evaluator: Any,
+    rows: list[Any],
+    protocols: list[str],
+    rates: list[float],
+    presses: list[str],
+    file: Any,
+    peer: PeerProcess,
+    progress: Any,
+) -> None:
+    """Ask the peer for what the file lacks, one prompt and protocol at a time."""
+    from kvjax.eval.evaluator import Variant
+
+    seen: dict[tuple[str, str], int] = {}
+    for row, tokens in rows:
+        for protocol in protocols:
+            held = {
+                (r["method"], float(r["rate"])): r
+                for r in file.results
+                if r["id"] == row.id and r["protocol"] == protocol
+            }
+            seen[row.task, protocol] = seen.get((row.task, protocol), 0) + 1
+            looks = seen[row.task, protocol] <= options.positions
+            asked: list[dict[str, Any]] = []
+            for rate in rates:
+                kept = {name: r["kvs"] for (name, at), r in held.items() if at == rate}
+                for press in presses:
+                    wanted = {
+                        name: kept[name]
+                        for name in budgets(press, options.reference, kept)
+                        if (peer_method(press, name), rate) not in held
+                    }
+                    for names in group_equal(wanted):
+                        like = PRESSES[press].like
+                        asked.append(
+                            {
+                                "press": press,
+                                "rate": rate,
+                                "names": names,
+                                "kvs": wanted[names[0]],
+                                "kvs_full": evaluator.heads * tokens.cut(protocol),
+                                "positions": looks and PRESSES[press].positions and like in names,
+                                "agreement": {},
+                            }
+                        )
+            if not asked:
+                continue
+            progress(f"kvpress, {row.id}")
+            fields = ("press", "kvs", "positions")
+            job = {
+                "prompt": tokens.prompt.tolist(),
+                "cut": tokens.cut(protocol),
+                "target": tokens.target.tolist(),
+                "presses": [{name: entry[name] for name in fields} for entry in asked],
+            }
+            answer = peer.ask(job)
+            compared = [n for n, entry in enumerate(asked) if entry["positions"]]
+            variants = [
+                Variant(str(PRESSES[asked[n]["press"]].like), asked[n]["rate"]) for n in compared
+            ]
+            cut = tokens.cut(protocol)
+            ours = kept_positions(evaluator, row, tokens, cut, variants) if variants else []
+            for n, variant, positions in zip(compared, variants, ours):
+                layers = answer["results"][n]["positions"]
+                theirs = [head for layer in layers for head in layer]
+                asked[n]["agreement"][variant.method] = agreement(positions, theirs)
+            results = peer_rows(row, tokens, protocol, asked, answer)
+            file.add(results)
+            progress(f"kvpress, {row.id}", len(results))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from kvjax.cache.methods import get_method
+    from kvjax.eval.evaluator import EvaluatorConfig, rate_blocks
+
+    presses = choose_presses(split_list("presses", options.presses))
+    get_method(options.reference)
+    liked = [like for press in presses if (like := PRESSES[press].like)]
+    methods = choose_methods(",".join([options.reference, *liked]))
+    rates = numbers("rates", options.rates, float)
+    for rate in rates:
+        rate_blocks(1, rate, 1, 1)
+        if rate == 1:
+            raise UserError("--rates 1: nothing is evicted, give rates above 1")
+    protocols = choose_protocols(options.protocols)
+    table = options.table or options.out.with_suffix(".md")
+    for path in (options.out, table):
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no such folder")
+    config = EvaluatorConfig(block_size=options.block_size, answers=False)
+    versions = peer_versions(options.peer_python)
+    with Progress() as progress, tempfile.TemporaryDirectory() as scratch:
+        folder = options.export or Path(scratch) / "model"
+        choices = methods, rates, protocols, presses
+        return compare(options, config, choices, versions, table, folder, progress)
+
+
+def compare(
+    options: argparse.Namespace,
+    config: Any,
+    choices: tuple[list[str], list[float], list[str], list[str]],
+    versions: dict[str, str],
+    table: Path,
+    folder: Path,
+    progress: Progress,
+) -> int:
+    """Load, run ours, run theirs, write the table."""
+    from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.eval.evaluator import Evaluator
+    from kvjax.eval.results import ResultsFile
+    from kvjax.eval.rows import Skipped
+    from kvjax.eval.run import TimeLeft, run, spell, tokenised, variants_of
+    from kvjax.models import load_model
+
+    start = time.perf_counter()
+    methods, rates, protocols, presses = choices
+    enable_compilation_cache()
+    model = load_model(options.model, weights=options.weights, dtype="float32", progress=progress)
+    evaluator, skipped = Evaluator(model, config), Skipped()
+    progress("prompts")
+    rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    progress.clear()
+    for reason in skipped.reasons:
+        print(f"skipped {reason}", file=sys.stderr)
+    export(model.config, model.tokenizer, Path(model.source), folder, progress)
+    settings = {
+        "model": model.config.name,
+        "weights": Path(model.source).name,
+        "dtype": "float32",
+        "block_size": config.block_size,
+        "answers": False,
+        "peer": " ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    status = 0
+    with (
+        ResultsFile(options.out, settings) as file,
+        PeerProcess(options.peer_python, folder) as peer,
+    ):
+        held = len(file.results)
+        difference = check_logits(evaluator, peer, rows[0][1], folder)
+        print(f"logits after {rows[0][0].id}: largest difference {difference:.2g}", file=sys.stderr)
+        try:
+            run(evaluator, rows, protocols, variants_of(methods, rates), file, progress)
+            pairs = sum(
+                1 + (PRESSES[press].like not in (None, options.reference)) for press in presses
+            )
+            total = len(rows) * len(protocols) * len(rates) * pairs
+            theirs = sum(r["method"].startswith("kvpress:") for r in file.results)
+            say = TimeLeft(progress, max(1, total - theirs))
+            run_peer(options, evaluator, rows, protocols, rates, presses, file, peer, say)
+        except KeyboardInterrupt:
+            status = 130
+        progress.clear()
+        notes = [
+            f"{model.config.name} ({settings['weights']}, float32), blocks of {config.block_size}",
+            settings["peer"],
+            f"{len(rows)} prompts; rows skipped: {len(skipped.reasons)}",
+            f"logits of both models after one prompt differ by at most {difference:.2g}",
+        ]
+        page = report(file.results, notes)
+        table.write_text(page, encoding="utf-8")
+        print(page)
+        print(json.dumps(summary(file.results, settings, difference)))
+    print(
+        f"{len(file.results) - held} results in {spell(time.perf_counter() - start)}, {held} from "
+        f"before; {options.out}, {table}",
+        file=sys.stderr,
+    )
+    if status:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+    return status
+
+
+def summary(
+    results: list[dict[str, Any]], settings: dict[str, Any], difference: float
+) -> dict[str, Any]:
+    """The pairs as one JSON object."""
+    pairs = [
+        {
+            "task": pair.task,
+            "protocol": pair.protocol,
+            "rate": pair.rate,
+            "kvpress": pair.press,
+            "kvjax": pair.method,
+            "prompts": pair.prompts,
+            "kvs": pair.kvs,
+            "score": [score and round(score.mean, 4) for score in pair.score],
+            "nll_ratio": [ratio and round(ratio.mean, 4) for ratio in pair.nll_ratio],
+            "kl": [kl and round(kl.mean, 4) for kl in pair.kl],
+            "intervals_meet": overlaps(pair),
+            "equal_positions": pair.positions,
+        }
+        for pair in pairs_of(results)
+    ]
+    return {**settings, "logits_difference": difference, "pairs": pairs}
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,268 @@
+"""scripts/compare_kvpress.py without torch: budgets, tables, positions, weights, bad input."""
+
+import functools
+import importlib
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kvjax.cli import main_of
+from kvjax.errors import UserError
+from tests.scripts.conftest import SCRIPTS, TINY
+
+PEER = """
+import json, sys
+if sys.argv[1] == "--versions":
+    print(json.dumps({"kvpress": "9", "transformers": "8", "torch": "7"}))
+    sys.exit()
+for line in sys.stdin:
+    job = json.loads(line)
+    full = {"em": 1, "nll": 2.0, "kl": 0.0, "agree": 1.0}
+    results = []
+    for entry in job["presses"]:
+        found = dict(full, nll=3.0, kl=0.5, kvs=entry["kvs"], ratio=0.5, simulated=False, bytes=8,
+                     compress_seconds=1.0, score_seconds=1.0)
+        if entry["positions"]:
+            found["positions"] = [[list(range(job["cut"]))] * HEADS] * LAYERS
+        results.append(found)
+    if job.get("logits_to"):
+        open(job["logits_to"], "wb").write(open(LOGITS, "rb").read())
+    print(json.dumps({"full": full, "prefill": 0.5, "results": results}), flush=True)
+"""
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The script and its pure parts."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield (
+        importlib.import_module("compare_kvpress"),
+        importlib.import_module("compare_kvpress_work"),
+    )
+    for name in ("compare_kvpress", "compare_kvpress_work", "evaluate"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def work(modules):
+    return modules[1]
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Makes a stand-in for the peer's Python: runs `text` with the arguments after the script."""
+
+    def make(text):
+        script = tmp_path / "peer.py"
+        script.write_text(text)
+        program = tmp_path / "python"
+        program.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{script}" "$@"\n')
+        program.chmod(0o755)
+        return str(program)
+
+    return make
+
+
+def test_a_press_runs_at_the_reference_and_at_its_like_named_method(work):
+    kept = {"kv-compress": 900, "snapkv-w64-avg5": 1800, "full": 9000}
+    assert work.budgets("snapkv", "kv-compress", kept) == ["kv-compress", "snapkv-w64-avg5"]
+    assert work.budgets("kvzip", "kv-compress", kept) == ["kv-compress"]
+    assert work.budgets("tova", "kv-compress", kept) == ["kv-compress"]
+    assert work.budgets("snapkv", "snapkv-w64-avg5", kept) == ["snapkv-w64-avg5"]
+
+
+def test_budgets_that_are_equal_but_for_rounding_share_a_run(work):
+    assert work.group_equal({"a": 1000, "b": 1010, "c": 1011}) == [["a", "b"], ["c"]]
+    assert work.group_equal({}) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "share"),
+    [
+        ([[0, 1, 9], [3]], [[9, 0, 1], [3]], 1.0),
+        ([[0, 1, 9], [3]], [[9, 0], [4]], 2 / 3),
+        ([[0, 1, 2, 3]], [[2, 3, 4, 5]], 0.5),
+        ([[]], [[1]], 1.0),
+    ],
+)
+def test_agreement_is_the_share_of_the_smaller_set(work, ours, theirs, share):
+    assert work.agreement(ours, theirs) == pytest.approx(share)
+
+
+def test_agreement_needs_the_same_heads(work):
+    with pytest.raises(ValueError, match="got 1 heads, wanted 2"):
+        work.agreement([[1], [2]], [[1]])
+
+
+def test_weights_for_the_peer_are_those_that_were_loaded(modules, tiny_folder, tmp_path):
+    from kvjax.cli import Progress
+    from kvjax.models.config import config_from_hf
+    from kvjax.models.tokenizer import ByteTokenizer
+
+    script, _ = modules
+    folder = tmp_path / "out"
+    arguments = TINY, ByteTokenizer(), tiny_folder
+    script.export(*arguments, folder, Progress())
+    written, true = (load_file(f / "model.safetensors") for f in (folder, tiny_folder))
+    assert written.keys() == true.keys()
+    for name, tensor in true.items():
+        np.testing.assert_array_equal(written[name], tensor)
+    config = json.loads((folder / "config.json").read_text())
+    assert config_from_hf(config, name="tiny") == TINY
+    script.export(*arguments, folder, Progress())
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="another model"):
+        script.export(*arguments, folder, Progress())
+
+
+def result(id, method, rate, **changes):
+    base = {"task": "needle", "protocol": "prompt", "score": 1.0, "em": 1, "nll": 2.0, "kl": 0.0}
+    return {**base, "id": id, "method": method, "rate": rate, "kvs": 10, **changes}
+
+
+@pytest.fixture
+def results(work):
+    """Three prompts; the peer lacks one of them."""
+    theirs = work.peer_method("snapkv", "snapkv-w64-avg5")
+    rows = [result(id, "full", 1.0, kvs=100) for id in "abc"]
+    rows += [result(id, "snapkv-w64-avg5", 8.0, nll=3.0, kvs=12) for id in "abc"]
+    full = {"em": 1, "nll": 2.0}
+    rows += [
+        result("a", theirs, 8.0, score=0.0, nll=4.0, kl=1.0, full=full, agreement=0.5),
+        result("b", theirs, 8.0, score=0.0, nll=6.0, kl=2.0, full=full, agreement=None),
+    ]
+    return rows
+
+
+def test_pairs_stand_on_the_prompts_that_both_ran(work, results):
+    (pair,) = work.pairs_of(results)
+    assert (pair.press, pair.method, pair.prompts) == ("snapkv", "snapkv-w64-avg5", 2)
+    assert pair.like
+    assert pair.kvs == (10, 12)
+    assert [score.mean for score in pair.score] == [0.0, 1.0]
+    assert [ratio.mean for ratio in pair.nll_ratio] == [2.5, 1.5]
+    assert pair.kl[0].mean == 1.5
+    assert pair.positions == 0.5
+    assert work.overlaps(pair) is False
+
+
+def test_continuations_are_compared_by_nll(work, results):
+    rows = [{**row, "score": None} for row in results]
+    (pair,) = work.pairs_of(rows)
+    assert pair.score == (None, None)
+    assert work.overlaps(pair) is False
+    same = [{**row, "nll": 3.0} if row["rate"] == 8 else row for row in rows]
+    assert work.overlaps(work.pairs_of(same)[0]) is True
+
+
+def test_the_page_says_what_was_measured(work, results):
+    page = work.report(results, ["a note"])
+    line = next(line for line in page.splitlines() if "| snapkv |" in line)
+    assert "2.50 [2.00, 3.00] | 1.50 [1.50, 1.50]" in line
+    assert line.endswith("| no |")
+    assert "- a note" in page
+    assert "| needle | prompt | 8 | snapkv | snapkv-w64-avg5 | 50.00 |" in page
+
+
+ROW = {
+    "id": "one", "task": "mine", "length": 300, "head": "", "context": "abc " * 75,
+    "question": "?", "suffix": "", "answer_prefix": "", "target": "abc",
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(modules, tmp_path, tiny_folder, python, capsys):
+    """Runs the script against a stand-in whose scores are made up and whose logits are ours."""
+    from kvjax.eval.evaluator import Evaluator, EvaluatorConfig
+    from kvjax.eval.passes import dense_pass
+    from kvjax.eval.rows import Row
+    from kvjax.models import load_model
+
+    script, _ = modules
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(ROW) + "\n")
+    model = load_model(weights=tiny_folder)
+    tokens = Evaluator(model, EvaluatorConfig()).tokenise(Row(**ROW))
+    last = np.full(1, len(tokens.prompt) - 1, np.int32)
+    step = jax.jit(functools.partial(dense_pass, model.config))
+    logits = np.asarray(step(model.params, tokens.prompt, last).scores[0])
+    file, heads, layers = tmp_path / "logits", TINY.num_kv_heads, TINY.num_layers
+    program = python(f"LOGITS, HEADS, LAYERS = {str(file)!r}, {heads}, {layers}\n" + PEER)
+
+    def go(*arguments, shift=0.0):
+        (logits + np.float32(shift)).tofile(file)
+        given = ["--peer-python", program, "--weights", str(tiny_folder), "--prompts", str(prompts)]
+        given += ["--out", str(tmp_path / "out.jsonl"), "--rates", "4", *map(str, arguments)]
+        code = main_of(script.main, given)
+        return code, *capsys.readouterr()
+
+    return go
+
+
+@pytest.mark.slow
+def test_a_run_gives_every_press_our_kvs_and_goes_on(run, tmp_path):
+    code, out, err = run("--presses", "streaming-llm,kvzip")
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    kvs = {row["method"]: row["kvs"] for row in rows}
+    assert set(kvs) == {
+        "full", "kv-compress", "streaming-llm", "kvpress:kvzip@kv-compress",
+        "kvpress:streaming-llm@kv-compress", "kvpress:streaming-llm@streaming-llm",
+    }  # fmt: skip
+    assert kvs["kvpress:kvzip@kv-compress"] == kvs["kv-compress"] < kvs["full"]
+    last = json.loads(out.splitlines()[-1])
+    assert last["logits_difference"] < 1e-6
+    # The stand-in keeps every position: none of ours is missing.
+    (same,) = [p for p in last["pairs"] if p["kvjax"] == "streaming-llm"]
+    assert same["equal_positions"] == 1.0
+    assert "kvpress 9" in (tmp_path / "out.md").read_text()
+
+    before = (tmp_path / "out.jsonl").read_text()
+    code, again, err = run("--presses", "streaming-llm,kvzip")
+    assert code == 0, err
+    assert "0 results in" in err
+    assert (tmp_path / "out.jsonl").read_text() == before
+    assert json.loads(again.splitlines()[-1])["pairs"] == last["pairs"]
+
+
+def test_other_weights_are_noticed(run, tmp_path):
+    code, _, err = run("--presses", "tova", shift=1.0)
+    assert code == 2
+    assert "not the same model" in err
+    assert not (tmp_path / "out.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--presses", "snapkw"), "no press 'snapkw'"),
+        (("--rates", "1"), "give rates above 1"),
+        (("--reference", "kv-kompress"), "did you mean kv-compress"),
+        (("--out", "/no/such/folder/x.jsonl"), "no such folder"),
+        (("--peer-python", "/no/python"), "give a Python with torch and kvpress"),
+    ],
+)
+def test_bad_input_is_one_line(modules, capsys, arguments, message):
+    code = main_of(modules[0].main, ["--peer-python", sys.executable, *arguments])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_python_without_kvpress_says_what_to_install(work, python):
+    program = python("raise ModuleNotFoundError(\"No module named 'kvpress'\")")
+    with pytest.raises(UserError, match=r"No module named 'kvpress'; install it there: .*kvpress"):
+        work.peer_versions(program)
+
+
+def test_a_peer_that_ends_leaves_its_last_words(work, python, tmp_path):
+    with (
+        work.PeerProcess(python("raise MemoryError('too much')"), tmp_path) as peer,
+        pytest.raises(UserError, match="MemoryError: too much"),
+    ):
+        peer.ask({"prompt": list(range(100_000))})
