@@ -223,7 +223,7 @@ def measure(
     each = [o.stats.time_per_output_token(len(o.token_ids)) for o in outputs]
     row = {
         "model": model.config.name,
-        "weights": model.source,
+        "weights": Path(model.source).name,
         "rate": None if rate == "v" else float(rate),
         "method": "full" if rate == "v" else options.method,
         "input_len": lengths[0] if len(set(lengths)) == 1 else None,
