@@ -61,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--presses", default="all", help=f"of {', '.join(PRESSES)} (%(default)s)")
     what.add_argument(
         "--reference",
-        default="kv-compress",
+        default="wide-pool-background",
         help="our method at whose KVs every press runs (%(default)s)",
     )
     what.add_argument("--rates", default="8,32", help="(%(default)s)")
@@ -214,6 +214,8 @@ def peer_rows(
 
     rows = []
     for entry, found in zip(asked, answer["results"]):
+        if "error" in found:
+            continue
         scores = {name: found[name] for name in ("em", "nll", "kl", "agree")}
         for name in entry["names"]:
             rows.append(
@@ -310,7 +312,12 @@ def run_peer(
                 "presses": [{name: entry[name] for name in fields} for entry in asked],
             }
             answer = peer.ask(job)
-            compared = [n for n, entry in enumerate(asked) if entry["positions"]]
+            for entry, found in zip(asked, answer["results"]):
+                if "error" in found:
+                    reason = f"{entry['press']} at rate {entry['rate']:g} of {row.id}"
+                    print(f"skipped {reason}: {found['error']}", file=sys.stderr)
+            looked = [n for n, entry in enumerate(asked) if entry["positions"]]
+            compared = [n for n in looked if "error" not in answer["results"][n]]
             variants = [
                 Variant(str(PRESSES[asked[n]["press"]].like), asked[n]["rate"]) for n in compared
             ]

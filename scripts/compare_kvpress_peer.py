@@ -83,10 +83,12 @@ class Peer:
         eager = name == "observed-attention"
         if eager:
             self.model.set_attn_implementation("eager")
-        with press(self.model):
-            self.model.model(input_ids=prompt, past_key_values=cache)
-        if eager:
-            self.model.set_attn_implementation("sdpa")
+        try:
+            with press(self.model):
+                self.model.model(input_ids=prompt, past_key_values=cache)
+        finally:
+            if eager:
+                self.model.set_attn_implementation("sdpa")
         held = [layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers]
         hidden = [getattr(module, "masked_key_indices", None) for module in self.attentions()]
         masked = sum(0 if h is None else len(h[2]) for h in hidden)
@@ -128,23 +130,31 @@ class Peer:
         reference = full.log_softmax(-1)
         answer = {"full": score(reference, reference, wanted), "prefill": prefill, "results": []}
         for entry in job["presses"]:
-            start = time.perf_counter()
-            cache, found = self.compress(
-                torch.tensor([prompt[:cut]]), entry["press"], entry["kvs"], entry["positions"]
-            )
-            found["compress_seconds"] = time.perf_counter() - start
-            start = time.perf_counter()
-            fed = prompt[cut:]
-            rows = self.feed(cache, fed + target[:-1], cut)
-            if fed:
-                scores = torch.stack(rows[len(fed) - 1 :])
-            else:
-                # The first token of the answer comes from the prefill, as in generation.
-                scores = torch.stack([full[0], *rows])
-            found |= score(scores.log_softmax(-1), reference, wanted)
-            found["score_seconds"] = time.perf_counter() - start
-            answer["results"].append(found)
+            try:
+                answer["results"].append(self.run_press(prompt, cut, target, full, entry))
+            except (AssertionError, ValueError) as error:
+                # A press may refuse a prompt: shorter than its window, no fake key to be found.
+                answer["results"].append({"error": f"{type(error).__name__}: {error}"})
         return answer
+
+    def run_press(self, prompt, cut, target, full, entry):
+        """Scores of one press, given the full cache's logits of the target."""
+        start = time.perf_counter()
+        cache, found = self.compress(
+            torch.tensor([prompt[:cut]]), entry["press"], entry["kvs"], entry["positions"]
+        )
+        found["compress_seconds"] = time.perf_counter() - start
+        start = time.perf_counter()
+        fed = prompt[cut:]
+        rows = self.feed(cache, fed + target[:-1], cut)
+        if fed:
+            scores = torch.stack(rows[len(fed) - 1 :])
+        else:
+            # The first token of the answer comes from the prefill, as in generation.
+            scores = torch.stack([full[0], *rows])
+        found |= score(scores.log_softmax(-1), full.log_softmax(-1), torch.tensor(target))
+        found["score_seconds"] = time.perf_counter() - start
+        return found
 
 
 def score(scores, reference, target):
