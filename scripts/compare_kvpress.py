@@ -128,6 +128,7 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
     import functools
 
     import jax
+    import jax.numpy as jnp
 
     from kvjax.cache import init_cache
     from kvjax.cache.methods import get_method
@@ -158,7 +159,7 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
             block_size=b,
         )
         keep = rate_blocks(cut, variant.rate, evaluator.heads, b)
-        prompt = steps.PromptKV(dense.k, dense.v, metric, np.int32(cut))
+        prompt = steps.PromptKV(dense.k, dense.v, metric, jnp.int32(cut))
         admit = jax.jit(functools.partial(steps.admit, method=method))
         cache, _, _ = admit(cache, np.int32(0), prompt, np.int32(keep))
         position, table = np.asarray(cache.position), np.asarray(cache.block_table[0])

@@ -11,7 +11,7 @@ import pytest
 from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS, get_method
-from kvjax.engine import Generation, Runner, RunnerConfig, SamplingParams, plan_blocks, steps
+from kvjax.engine import LLM, EngineConfig, SamplingParams, steps
 from kvjax.models import load_model
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import init_params
@@ -115,23 +115,26 @@ def test_admission_decoding_and_compression(params, name):
             assert set(range(newest - 5, newest + 1)) <= set(row.reshape(-1).tolist())
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path):
+    config = EngineConfig(max_batch=1, max_len=512, prefill_chunk=1024, pool_tokens=1024)
+    return LLM(load_model(weights=smollm2_path), config=config)
+
+
 @pytest.mark.slow
-def test_every_method_continues_a_text(smollm2_path):
-    """SmolLM2 through the runner: the cache holds what the cap says, and text comes out."""
-    model = load_model(smollm2_path)
-    tokens = np.asarray(
-        model.tokenizer.encode("The sea was calm that morning, and " * 40), np.int32
-    )
-    config = RunnerConfig(max_len=1024)
-    for name, method in METHODS.items():
-        compression = CompressionConfig(
-            method=name, max_cache_tokens=max(128, 2 * method.protected)
-        )
-        blocks = plan_blocks(model.config, config, compression, len(tokens), 16)
-        runner = Runner(model.config, model.params, config, compression, num_blocks=blocks)
-        sampling = SamplingParams(max_tokens=16, ignore_eos=True)
-        generation = Generation(runner, model.tokenizer, tokens, sampling)
-        text = "".join(generation)
-        assert len(generation.tokens) == 16, name
-        kv.check_invariants(runner.cache)
-        assert "sea" in text or "calm" in text or method.query_aware is False, (name, text)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_continues_a_text(smollm2, name):
+    """SmolLM2 through the engine: the cache holds what the cap says, and tokens come out."""
+    method = METHODS[name]
+    cap = max(128, 2 * method.protected)
+    compression = CompressionConfig(method=name, max_cache_tokens=cap)
+    text = "The sea was calm that morning, and " * 40
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+    (output,) = smollm2.generate([text], sampling, compression)
+    assert output.error is None
+    assert len(output.token_ids) == 16
+    stats = output.stats
+    if method.compresses and not method.allocation.overruns:
+        assert stats.blocks_after <= kv.budget_blocks(cap, 30, 3, 16) < stats.blocks_before + 1
+    kv.check_invariants(smollm2.worker.cache)
+    assert smollm2.worker.free_blocks() == smollm2.plan.num_blocks
