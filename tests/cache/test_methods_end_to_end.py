@@ -126,7 +126,7 @@ def smollm2(smollm2_path):
 def test_every_method_continues_a_text(smollm2, name):
     """SmolLM2 through the engine: the cache holds what the cap says, and tokens come out."""
     method = METHODS[name]
-    cap = max(128, 2 * method.protected)
+    cap = max(128, method.protected + 64)
     compression = CompressionConfig(method=name, max_cache_tokens=cap)
     text = "The sea was calm that morning, and " * 40
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -135,6 +135,6 @@ def test_every_method_continues_a_text(smollm2, name):
     assert len(output.token_ids) == 16
     stats = output.stats
     if method.compresses and not method.allocation.overruns:
-        assert stats.blocks_after <= kv.budget_blocks(cap, 30, 3, 16) < stats.blocks_before + 1
+        assert stats.blocks_after <= kv.budget_blocks(cap, 30, 3, 16) < stats.blocks_before
     kv.check_invariants(smollm2.worker.cache)
     assert smollm2.worker.free_blocks() == smollm2.plan.num_blocks

@@ -42,7 +42,8 @@ def soak(params, num_requests: int, seed: int, lengths, settings) -> None:
 
     added = 0
     while added < num_requests or llm.has_unfinished():
-        for _ in range(min(num_requests - added, int(rng.integers(0, 4)))):
+        coming = int(rng.integers(0, 4)) if len(llm.scheduler.waiting) < 20 else 0
+        for _ in range(min(num_requests - added, coming)):
             added += 1
             prompt = rng.integers(0, TINY.vocab_size, rng.choice(lengths)).astype(np.int32)
             sampling = SamplingParams(
