@@ -151,12 +151,12 @@ def serve(llm: Any, prompts: list, arrivals: list, temperature: float, progress:
     from kvjax.engine.sampling import SamplingParams
 
     ended: dict[str, Any] = {}
-    todo = list(range(len(prompts)))
+    coming = list(range(len(prompts)))
     done, start = 0, time.perf_counter()
     while done < len(prompts):
         now = time.perf_counter() - start
-        while todo and arrivals[todo[0]].seconds <= now:
-            at = todo.pop(0)
+        while coming and arrivals[coming[0]].seconds <= now:
+            at = coming.pop(0)
             sampling = SamplingParams(
                 temperature=temperature,
                 seed=at,
@@ -166,7 +166,7 @@ def serve(llm: Any, prompts: list, arrivals: list, temperature: float, progress:
             )
             llm.add_request(prompts[at], sampling, request_id=f"{at}")
         if not llm.has_unfinished():
-            time.sleep(max(0.0, arrivals[todo[0]].seconds - now))
+            time.sleep(max(0.0, arrivals[coming[0]].seconds - now))
             continue
         for output in llm.step():
             if output.finished:
