@@ -3,12 +3,14 @@
     python scripts/compare_kvpress_peer.py --versions
     python scripts/compare_kvpress_peer.py MODEL_FOLDER < jobs.jsonl
 
-A job is a JSON line: token ids of a prompt, how many of them are compressed, the target's token
-ids, and presses with the KVs that each may keep. The answer is a JSON line: scores of the full
-cache and of every press. `logits_to` names a file for the full cache's logits after the prompt.
+A job is a JSON line: token ids of a prompt, how many of them are compressed, how many of those
+open the chat template before the text, the target's token ids, and presses with the KVs that each
+may keep. The answer is a JSON line: scores of the full cache and of every press. `logits_to` names
+a file for the full cache's logits after the prompt; `encode` asks for the token ids of a text.
 
-What follows the compressed part is fed token by token: presses may leave layers of unequal
-lengths, for which no mask over several tokens is right.
+One prefill serves all presses: a press changes the cache and not what a layer gives, so each has a
+cache of its own and its hook runs on every layer's KVs in turn. Presses that need the attention
+itself share a second prefill. KVzip runs as it is, but scores a prompt once for all ratios.
 """
 
 import contextlib
@@ -44,25 +46,59 @@ def make_press(name, share, length):
     return makers[name]()
 
 
-class Kept:
-    """Token positions that a press leaves, by layer: it is asked to prune them like values."""
+class Run:
+    """A press with a cache of its own, which follows a prefill layer by layer.
 
-    def __init__(self, press):
-        self.layers = {}
-        prune = press.compress
+    `cache` is what it leaves; `masked` the KVs of each layer that it hides instead of removing,
+    in kvpress's own form; `layers` the positions it keeps of each layer, if those are wanted.
+    """
 
-        def compress(module, hidden_states, keys, values, attentions, kwargs):
-            position = torch.arange(keys.shape[2], dtype=values.dtype)[:, None]
-            position = position.expand(values.shape).contiguous()
-            _, kept = prune(module, hidden_states, keys, position, attentions, kwargs)
-            self.layers[module.layer_idx] = kept[0, :, :, 0].int()
-            return prune(module, hidden_states, keys, values, attentions, kwargs)
+    def __init__(self, press, wants_positions=False):
+        self.press = press
+        self.cache = transformers.DynamicCache()
+        self.masked = []
+        self.layers = []
+        self.seconds = 0.0
+        if wants_positions:
+            prune = press.compress
 
-        press.compress = compress
+            def compress(module, hidden_states, keys, values, attentions, kwargs):
+                # Positions are pruned as if they were values.
+                position = torch.arange(keys.shape[2], dtype=values.dtype)[:, None]
+                position = position.expand(values.shape).contiguous()
+                _, kept = prune(module, hidden_states, keys, position, attentions, kwargs)
+                self.layers.append(kept[0, :, :, 0].int().tolist())
+                return prune(module, hidden_states, keys, values, attentions, kwargs)
+
+            press.compress = compress
+
+    def take(self, module, args, kwargs, output, keys, values):
+        """Compress one layer's KVs, as in a prefill of its own."""
+        start = time.perf_counter()
+        module.masked_key_indices = None
+        self.cache.update(keys, values, module.layer_idx)
+        self.press.forward_hook(module, args, {**kwargs, "past_key_values": self.cache}, output)
+        self.masked.append(module.masked_key_indices)
+        module.masked_key_indices = None
+        self.seconds += time.perf_counter() - start
+
+    def found(self):
+        """What is left, in numbers."""
+        layers = self.cache.layers
+        hidden = sum(0 if masked is None else len(masked[2]) for masked in self.masked)
+        found = {
+            "kvs": sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in layers) - hidden,
+            "bytes": sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in layers),
+            "ratio": float(self.press.compression_ratio),
+            "simulated": hidden > 0,
+            "compress_seconds": self.seconds,
+        }
+        return {**found, "positions": self.layers} if self.layers else found
 
 
 class Peer:
     def __init__(self, folder):
+        self.folder = folder
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
@@ -72,88 +108,166 @@ class Peer:
     def attentions(self):
         return [layer.self_attn for layer in self.model.model.layers]
 
-    def compress(self, prompt, name, kvs, wants_positions):
-        """The cache of a prompt after a press, the KVs in use, and their positions."""
-        length = prompt.shape[1]
-        press = make_press(name, kvs / (self.heads * length), length)
-        kept = Kept(press) if wants_positions else None
-        for module in self.attentions():
-            module.masked_key_indices = None
-        cache = transformers.DynamicCache()
-        eager = name == "observed-attention"
-        if eager:
-            self.model.set_attn_implementation("eager")
-        try:
-            with press(self.model):
-                self.model.model(input_ids=prompt, past_key_values=cache)
-        finally:
-            if eager:
-                self.model.set_attn_implementation("sdpa")
-        held = [layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers]
-        hidden = [getattr(module, "masked_key_indices", None) for module in self.attentions()]
-        masked = sum(0 if h is None else len(h[2]) for h in hidden)
-        size = sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
-        found = {
-            "kvs": sum(held) - masked,
-            "bytes": size,
-            "ratio": float(press.compression_ratio),
-            "simulated": masked > 0,
-        }
-        if kept is not None:
-            found["positions"] = [kept.layers[i].tolist() for i in sorted(kept.layers)]
-        return cache, found
+    def encode(self, text):
+        """Token ids of a text, as KVzip's own prompts are made."""
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder)
+        return tokenizer.encode(text, add_special_tokens=False)
 
-    def feed(self, cache, tokens, start):
-        """Logits after each of some tokens that follow position `start`, one at a time."""
+    def prefill(self, prompt, runs):
+        """One pass over a prompt, which all runs follow; its cache and its last logits."""
+        cache = transformers.DynamicCache()
+
+        def follow(module, args, kwargs, output):
+            layer = cache.layers[module.layer_idx]
+            for run in runs:
+                run.take(module, args, kwargs, output, layer.keys, layer.values)
+
+        with contextlib.ExitStack() as stack:
+            for run in runs:
+                # This prepares the model; its hooks would compress one after the other.
+                with run.press(self.model):
+                    pass
+            for module in self.attentions():
+                hook = module.register_forward_hook(follow, with_kwargs=True)
+                stack.callback(hook.remove)
+            out = self.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+        return cache, out.logits[0, 0]
+
+    def kvzip(self, prompt, head, presses):
+        """KVzip's runs on a prompt whose first `head` tokens open the chat template.
+
+        kvpress takes that number from the template whatever the prompt, so that prompts that open
+        otherwise lose as many tokens of their text: the true one is put in its place. Prompts
+        without a template are repeated after a line break, as kvpress does for such models.
+        """
+        first, *_ = presses
+        scores = []
+        first.compress_post = lambda model: scores.append(first.score_val)
+        start = time.perf_counter()
+        cache = transformers.DynamicCache()
+        with first(self.model):
+            first.prefix_length = head
+            if not head:
+                first._suffix_ids = torch.tensor([self.encode("\n")])
+            self.model.model(input_ids=prompt, past_key_values=cache)
+        del first.compress_post
+        seconds = time.perf_counter() - start
+        runs = []
+        for press in presses:
+            run = Run(press)
+            run.seconds = seconds
+            press.score_val = scores[0].clone()
+            press.compress_post(self.model)
+            for module, layer in zip(self.attentions(), cache.layers):
+                run.cache.update(layer.keys, layer.values, module.layer_idx)
+                run.masked.append(module.masked_key_indices)
+                module.masked_key_indices = None
+            runs.append(run)
+        return runs
+
+    def feed(self, cache, masked, tokens, start):
+        """Logits after each of some tokens that follow position `start`.
+
+        Token by token where layers are of unequal lengths, for which no mask over several tokens
+        is right, and where KVs are masked: the fake key that stands for them must suit every
+        query that is fed with it.
+        """
+        if not tokens:
+            return []
+        for module, hidden in zip(self.attentions(), masked):
+            module.masked_key_indices = hidden
+        even = len({layer.keys.shape[2] for layer in cache.layers}) == 1
+        step = len(tokens) if even and not any(hidden is not None for hidden in masked) else 1
         rows = []
-        for n, token in enumerate(tokens):
-            out = self.model(
-                input_ids=torch.tensor([[token]]),
-                past_key_values=cache,
-                position_ids=torch.tensor([[start + n]]),
-            )
-            rows.append(out.logits[0, 0])
+        try:
+            for n in range(0, len(tokens), step):
+                out = self.model(
+                    input_ids=torch.tensor([tokens[n : n + step]]),
+                    past_key_values=cache,
+                    position_ids=torch.arange(start + n, start + n + step)[None],
+                )
+                rows += out.logits[0]
+        finally:
+            for module in self.attentions():
+                module.masked_key_indices = None
         return rows
 
     def run(self, job):
+        if "encode" in job:
+            return {"ids": self.encode(job["encode"])}
         prompt, cut, target = job["prompt"], job["cut"], job["target"]
+        given = torch.tensor([prompt[:cut]])
         start = time.perf_counter()
-        whole = torch.tensor([prompt + target[:-1]])
-        out = self.model(input_ids=whole, logits_to_keep=len(target))
-        full = out.logits[0]
-        prefill = time.perf_counter() - start
+        cache, last = self.prefill(given, [])
+        seconds = time.perf_counter() - start
+        fed = [*prompt[cut:], *target[:-1]]
+        full = torch.stack([last, *self.feed(cache, [], fed, cut)])[-len(target) :]
         if job.get("logits_to"):
             # One row of float32, in the machine's own order of bytes.
             with open(job["logits_to"], "wb") as file:
                 file.write(full[0].contiguous().numpy().tobytes())
-        wanted = torch.tensor(target)
+        kinds = {"sdpa": [], "eager": [], "kvzip": []}
+        for n, entry in enumerate(job["presses"]):
+            kind = {"observed-attention": "eager", "kvzip": "kvzip"}.get(entry["press"], "sdpa")
+            kinds[kind].append(n)
+        found = {}
+        for kind, places in kinds.items():
+            found |= self.results(kind, places, given, fed, full, job)
         reference = full.log_softmax(-1)
-        answer = {"full": score(reference, reference, wanted), "prefill": prefill, "results": []}
-        for entry in job["presses"]:
-            try:
-                answer["results"].append(self.run_press(prompt, cut, target, full, entry))
-            except (AssertionError, ValueError) as error:
-                # A press may refuse a prompt: shorter than its window, no fake key to be found.
-                answer["results"].append({"error": f"{type(error).__name__}: {error}"})
-        return answer
+        return {
+            "full": score(reference, reference, torch.tensor(target)),
+            "prefill": seconds,
+            "results": [found[n] for n in range(len(found))],
+        }
 
-    def run_press(self, prompt, cut, target, full, entry):
-        """Scores of one press, given the full cache's logits of the target."""
-        start = time.perf_counter()
-        cache, found = self.compress(
-            torch.tensor([prompt[:cut]]), entry["press"], entry["kvs"], entry["positions"]
-        )
-        found["compress_seconds"] = time.perf_counter() - start
-        start = time.perf_counter()
-        fed = prompt[cut:]
-        rows = self.feed(cache, fed + target[:-1], cut)
-        if fed:
-            scores = torch.stack(rows[len(fed) - 1 :])
-        else:
-            # The first token of the answer comes from the prefill, as in generation.
-            scores = torch.stack([full[0], *rows])
-        found |= score(scores.log_softmax(-1), full.log_softmax(-1), torch.tensor(target))
-        found["score_seconds"] = time.perf_counter() - start
+    def compressed(self, kind, given, entries, head):
+        """Runs of presses that share a prefill, done with the prompt."""
+        length = given.shape[1]
+        presses = [
+            make_press(entry["press"], entry["kvs"] / (self.heads * length), length)
+            for entry in entries
+        ]
+        if kind == "kvzip":
+            return self.kvzip(given, head, presses)
+        runs = [Run(press, entry["positions"]) for press, entry in zip(presses, entries)]
+        if kind == "eager":
+            self.model.set_attn_implementation("eager")
+        try:
+            self.prefill(given, runs)
+        finally:
+            self.model.set_attn_implementation("sdpa")
+        return runs
+
+    def results(self, kind, places, given, fed, full, job):
+        """Scores of presses that share a prefill, by their places in the job."""
+        if not places:
+            return {}
+        refused = (AssertionError, ValueError)
+        try:
+            entries = [job["presses"][n] for n in places]
+            runs = self.compressed(kind, given, entries, job["head"])
+        except refused as error:
+            if len(places) == 1:
+                # A press may refuse a prompt: shorter than its window, for instance.
+                return {places[0]: {"error": f"{type(error).__name__}: {error}"}}
+            alone = [self.results(kind, [n], given, fed, full, job) for n in places]
+            return {n: result for results in alone for n, result in results.items()}
+        found = {}
+        target = torch.tensor(job["target"])
+        for n, run in zip(places, runs):
+            start = time.perf_counter()
+            found[n] = run.found()
+            try:
+                rows = self.feed(run.cache, run.masked, fed, given.shape[1])
+            except refused as error:
+                # No fake key may be found.
+                found[n] = {"error": f"{type(error).__name__}: {error}"}
+                continue
+            # Where nothing stands between prompt and answer, the answer's first token comes from
+            # the prefill, as in generation.
+            scores = torch.stack([full[0], *rows])[-len(target) :]
+            found[n] |= score(scores.log_softmax(-1), full.log_softmax(-1), target)
+            found[n]["score_seconds"] = time.perf_counter() - start
         return found
 
 

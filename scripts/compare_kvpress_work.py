@@ -97,6 +97,23 @@ def group_equal(wanted: Mapping[str, int]) -> list[list[str]]:
     return groups
 
 
+def find_equal(rows: Iterable[Result], press: str, kvs: int) -> Result | None:
+    """A result of the press at as many KVs, but for `EQUAL_KVS`; None if there is none.
+
+    Args:
+        rows: results of one prompt and protocol.
+        press: a name of `PRESSES`.
+        kvs: KVs that the press may keep.
+    """
+    own = (row for row in rows if row["method"].startswith(peer_method(press, "")))
+    return next((row for row in own if abs(row["kvs_wanted"] - kvs) <= EQUAL_KVS * kvs), None)
+
+
+def relabelled(row: Result, press: str, budget_of: str, rate: float) -> Result:
+    """The same result as that of another method's budget."""
+    return {**row, "method": peer_method(press, budget_of), "rate": rate, "agreement": None}
+
+
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
     """Share of equal positions, over all heads.
 

@@ -11,6 +11,8 @@ PyTorch supports; kvjax does not need it):
 writes tests/golden/tiny_llama.npz and tests/golden/smollm2.npz. The prompt's token ids are taken
 from the old smollm2.npz; --text makes new ones from a text file, which must be redistributable
 (the present one is the opening of chapter 11 of Mary Shelley's Frankenstein, in the public domain).
+--qwen FILE, a Qwen2.5-Coder-0.5B-Instruct GGUF file, writes tests/golden/qwen2.5-coder.npz alone,
+for a short text of this script's own.
 """
 
 import argparse
@@ -34,6 +36,26 @@ import tiny_models  # pyright: ignore[reportMissingImports]
 PROMPT_TOKENS, NEW_TOKENS = 1000, 64
 TOP, SAMPLED = 8, 64
 FULL_POSITIONS = (0, 63, 500, 999)
+QWEN_TOKENS = 160
+# Of this project: prose, numbers, capitals and code, which tokenizers split in their own ways.
+QWEN_TEXT = """The cache of a language model holds one key and one value for every token it has \
+read, in every layer and every head. After 1,024 tokens that's 24 x 2 x 1024 pairs here; after \
+32,768 it is 32 times as many. Most of them are never looked at again.
+
+    def rate(before: int, after: int) -> float:
+        \"\"\"How many times smaller the cache became.\"\"\"
+        if after <= 0:
+            raise ValueError(f"after must be positive, got {after}")
+        return before / after
+
+WHAT stays is decided once, when the prompt has been read: the last 4 or 8 queries have seen the \
+question, and what they attend to is what the answer will need. Naïve choices lose numbers first: \
+a seven-digit one such as 8231907 is seven tokens, and one missing digit is a wrong answer.
+"""
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def build(hf: dict[str, Any], weights: dict[str, np.ndarray]) -> Any:
@@ -70,22 +92,23 @@ def field(reader: gguf.GGUFReader, key: str) -> Any:
     return reader.fields[key].contents()
 
 
-def read_smollm2(reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_gguf(reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Configuration and dequantised f32 weights under Hugging Face names."""
-    heads = int(field(reader, "llama.attention.head_count"))
-    kv = int(field(reader, "llama.attention.head_count_kv"))
+    kind = field(reader, "general.architecture")
+    heads = int(field(reader, f"{kind}.attention.head_count"))
+    kv = int(field(reader, f"{kind}.attention.head_count_kv"))
     hf = {
-        "model_type": "llama",
-        "vocab_size": int(field(reader, "llama.vocab_size")),
-        "hidden_size": int(field(reader, "llama.embedding_length")),
-        "intermediate_size": int(field(reader, "llama.feed_forward_length")),
-        "num_hidden_layers": int(field(reader, "llama.block_count")),
+        "model_type": kind,
+        "vocab_size": len(field(reader, "tokenizer.ggml.tokens")),
+        "hidden_size": int(field(reader, f"{kind}.embedding_length")),
+        "intermediate_size": int(field(reader, f"{kind}.feed_forward_length")),
+        "num_hidden_layers": int(field(reader, f"{kind}.block_count")),
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        "rms_norm_eps": round(float(field(reader, "llama.attention.layer_norm_rms_epsilon")), 9),
-        "rope_theta": float(field(reader, "llama.rope.freq_base")),
-        "max_position_embeddings": int(field(reader, "llama.context_length")),
-        "tie_word_embeddings": True,
+        "rms_norm_eps": round(float(field(reader, f"{kind}.attention.layer_norm_rms_epsilon")), 9),
+        "rope_theta": float(field(reader, f"{kind}.rope.freq_base")),
+        "max_position_embeddings": int(field(reader, f"{kind}.context_length")),
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
     }
     names = {
         "attn_norm": "input_layernorm",
@@ -101,6 +124,7 @@ def read_smollm2(reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, np.
     outside = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
     }
     weights = {}
     for tensor in reader.tensors:
@@ -108,39 +132,47 @@ def read_smollm2(reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, np.
         if tensor.name in outside:
             weights[outside[tensor.name]] = data
             continue
-        _, layer, short, _ = tensor.name.split(".")
-        if short in ("attn_q", "attn_k"):
+        _, layer, short, part = tensor.name.split(".")
+        if short in ("attn_q", "attn_k") and kind == "llama":
             # llama.cpp interleaves the two halves that RoPE pairs; transformers wants halves.
+            # Its converter leaves Qwen2's as they are.
             count = heads if short == "attn_q" else kv
             half = data.shape[0] // count // 2
             data = data.reshape(count, half, 2, -1).swapaxes(1, 2).reshape(data.shape)
-        weights[f"model.layers.{layer}.{names[short]}.weight"] = data
+        weights[f"model.layers.{layer}.{names[short]}.{part}"] = data
     return hf, weights
 
 
-def encode(reader: gguf.GGUFReader, text: str) -> np.ndarray:
-    """The first PROMPT_TOKENS ids of ``text``: byte-level BPE, every digit its own token."""
+def encode(reader: gguf.GGUFReader, text: str, count: int) -> np.ndarray:
+    """The first ``count`` ids of ``text``: byte-level BPE, every digit its own token."""
     vocabulary = field(reader, "tokenizer.ggml.tokens")
     merges = [tuple(m.split(" ")) for m in field(reader, "tokenizer.ggml.merges")]
     bpe = tokenizers.models.BPE({token: i for i, token in enumerate(vocabulary)}, merges)
     tokenizer = tokenizers.Tokenizer(bpe)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Digits(individual_digits=True),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    pre = tokenizers.pre_tokenizers
+    steps = {
+        "smollm": [
+            pre.Digits(individual_digits=True),
+            pre.ByteLevel(add_prefix_space=False),
+        ],
+        "qwen2": [
+            pre.Split(tokenizers.Regex(QWEN2_SPLIT), "isolated"),
+            pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        ],
+    }
+    tokenizer.pre_tokenizer = pre.Sequence(steps[field(reader, "tokenizer.ggml.pre")])
     ids = tokenizer.encode(text).ids
-    if len(ids) < PROMPT_TOKENS:
-        raise SystemExit(f"error: the text has {len(ids)} tokens, {PROMPT_TOKENS} are needed")
-    return np.asarray(ids[:PROMPT_TOKENS], np.int32)
+    if len(ids) < count:
+        raise SystemExit(f"error: the text has {len(ids)} tokens, {count} are needed")
+    return np.asarray(ids[:count], np.int32)
 
 
 def make_smollm2(path: Path, text: str | None) -> None:
     golden = GOLDEN / "smollm2.npz"
     reader = gguf.GGUFReader(path)
-    hf, weights = read_smollm2(reader)
-    tokens = encode(reader, text) if text is not None else np.load(golden)["tokens"]
+    hf, weights = read_gguf(reader)
+    known = text is None
+    tokens = np.load(golden)["tokens"] if known else encode(reader, text, PROMPT_TOKENS)
     model = build(hf, weights)
     logits = logits_of(model, tokens[None])[0]
     order = np.argsort(-logits, axis=-1)[:, :TOP].astype(np.int32)
@@ -174,6 +206,27 @@ def make_smollm2(path: Path, text: str | None) -> None:
     print(f"{golden}: {golden.stat().st_size / 1e6:.2f} MB")
 
 
+def make_qwen(path: Path, text: str) -> None:
+    """A second family: biases, another head count and tokenizer, several quantisations."""
+    golden = GOLDEN / "qwen2.5-coder.npz"
+    reader = gguf.GGUFReader(path)
+    hf, weights = read_gguf(reader)
+    tokens = encode(reader, text, QWEN_TOKENS)
+    logits = logits_of(build(hf, weights), tokens[None])[0]
+    order = np.argsort(-logits, axis=-1)[:, :TOP].astype(np.int32)
+    sampled = np.sort(np.random.default_rng(0).choice(logits.shape[1], SAMPLED, replace=False))
+    np.savez_compressed(
+        golden,
+        text=np.array(text),
+        tokens=tokens,
+        top_ids=order,
+        top_logits=np.take_along_axis(logits, order, axis=-1),
+        sampled_ids=sampled.astype(np.int32),
+        sampled_logits=logits[:, sampled],
+    )
+    print(f"{golden}: {golden.stat().st_size / 1e6:.2f} MB")
+
+
 def main() -> None:
     summary, details = (__doc__ or "").split("\n", 1)
     parser = argparse.ArgumentParser(
@@ -181,7 +234,11 @@ def main() -> None:
     )
     parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2 (only the tiny ones if absent)")
     parser.add_argument("--text", type=Path, help="a UTF-8 text whose first tokens are the prompt")
+    parser.add_argument("--qwen", type=Path, metavar="FILE", help="Qwen2.5-Coder-0.5B-Instruct")
     args = parser.parse_args()
+    if args.qwen is not None:
+        make_qwen(args.qwen, QWEN_TEXT)
+        return
     make_tiny()
     if args.gguf is not None:
         text = args.text.read_text(encoding="utf-8") if args.text else None

@@ -58,22 +58,36 @@ def data_dir() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    """The cached SmolLM2-135M-Instruct GGUF file. Never downloads: `make test` does."""
-    candidates: list[Path] = []
-    if path := os.environ.get("KVJAX_SMOLLM2"):
-        candidates.append(Path(path))
+def _cached_weights(variable: str, pattern: str) -> Path | None:
+    """The file that a variable names, or that lies in the cache; None if neither is there."""
+    candidates = [Path(path)] if (path := os.environ.get(variable)) else []
     try:
         hub = importlib.import_module("kvjax.models.hub")
         cache = Path(hub.user_cache_dir())
     except ImportError:
         cache = _user_cache_dir()
-    candidates += sorted(cache.rglob("SmolLM2-135M-Instruct*.gguf"))
-    for path in candidates:
-        if path.is_file():
-            return path
-    pytest.skip("SmolLM2-135M-Instruct GGUF not cached (python -m kvjax.models.hub smollm2-135m)")
+    candidates += sorted(cache.rglob(pattern))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The cached SmolLM2-135M-Instruct GGUF file. Never downloads: `make test` does."""
+    path = _cached_weights("KVJAX_SMOLLM2", "SmolLM2-135M-Instruct*.gguf")
+    if path is None:
+        pytest.skip(
+            "SmolLM2-135M-Instruct GGUF not cached (python -m kvjax.models.hub smollm2-135m)"
+        )
+    return path
+
+
+@pytest.fixture(scope="session")
+def qwen_coder_path() -> Path:
+    """A Qwen2.5-Coder-0.5B-Instruct GGUF file in the cache. Nothing downloads it."""
+    path = _cached_weights("KVJAX_QWEN_CODER", "qwen2.5-coder-0.5b-instruct*.gguf")
+    if path is None:
+        pytest.skip("Qwen2.5-Coder-0.5B-Instruct GGUF not cached (or set KVJAX_QWEN_CODER)")
+    return path
 
 
 @pytest.fixture

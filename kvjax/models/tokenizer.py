@@ -147,6 +147,9 @@ class Tokenizer:
         """
         target = Path(folder)
         config: dict[str, Any] = {**self._parts.special_tokens, "add_bos_token": self.adds_bos}
+        # Without a class, transformers takes the one of the folder's model, and with it another
+        # splitting of texts than tokenizer.json's.
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
         try:

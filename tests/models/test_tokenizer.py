@@ -194,6 +194,13 @@ def test_saved_tokenizer_is_equal(tmp_path):
             assert again.decode(again.encode(text)) == text
 
 
+def test_other_libraries_read_the_saved_file_as_it_stands(tmp_path):
+    """transformers otherwise takes the class of the folder's model, which splits texts anew."""
+    ByteTokenizer().save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 def test_saving_to_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write the tokenizer"):

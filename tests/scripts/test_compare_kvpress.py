@@ -21,9 +21,13 @@ if sys.argv[1] == "--versions":
     sys.exit()
 for line in sys.stdin:
     job = json.loads(line)
+    if "encode" in job:
+        print(json.dumps({"ids": [n + SHIFT for n in job["encode"].encode()]}), flush=True)
+        continue
     full = {"em": 1, "nll": 2.0, "kl": 0.0, "agree": 1.0}
     results = []
     for entry in job["presses"]:
+        open(LOGITS + ".asked", "a").write(entry["press"] + "\\n")
         if entry["press"] == "tova":
             results.append({"error": "AssertionError: too short"})
             continue
@@ -194,10 +198,11 @@ def run(modules, tmp_path, tiny_folder, python, capsys):
     step = jax.jit(functools.partial(dense_pass, model.config))
     logits = np.asarray(step(model.params, tokens.prompt, last).scores[0])
     file, heads, layers = tmp_path / "logits", TINY.num_kv_heads, TINY.num_layers
-    program = python(f"LOGITS, HEADS, LAYERS = {str(file)!r}, {heads}, {layers}\n" + PEER)
 
-    def go(*arguments, shift=0.0):
+    def go(*arguments, shift=0.0, token_shift=0):
         (logits + np.float32(shift)).tofile(file)
+        values = f"{str(file)!r}, {heads}, {layers}, {token_shift}"
+        program = python(f"LOGITS, HEADS, LAYERS, SHIFT = {values}\n" + PEER)
         given = ["--peer-python", program, "--weights", str(tiny_folder), "--prompts", str(prompts)]
         given += ["--out", str(tmp_path / "out.jsonl"), "--rates", "4", *map(str, arguments)]
         code = main_of(script.main, given)
@@ -233,10 +238,49 @@ def test_a_run_gives_every_press_our_kvs_and_goes_on(run, tmp_path):
     assert json.loads(again.splitlines()[-1])["pairs"] == last["pairs"]
 
 
+@pytest.mark.slow
+def test_another_reference_at_the_same_kvs_runs_no_press(run, tmp_path):
+    given = "--presses", "streaming-llm,kvzip", "--reference-only"
+    assert run(*given, "--reference", "kv-compress")[0] == 0
+    asked = (tmp_path / "logits.asked").read_text()
+    assert asked.split() == ["streaming-llm", "kvzip"]
+    code, _, err = run(*given, "--reference", "h2o")
+    assert code == 0, err
+    assert (tmp_path / "logits.asked").read_text() == asked
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    ours = {row["method"]: row for row in rows}
+    assert {"kvpress:kvzip@h2o", "kvpress:streaming-llm@h2o", "h2o"} < set(ours)
+    assert "streaming-llm" not in ours
+    same = ("id", "rate", "kvs", "nll", "kl", "em")
+    for press in ("kvzip", "streaming-llm"):
+        first, second = (ours[f"kvpress:{press}@{name}"] for name in ("kv-compress", "h2o"))
+        assert [first[name] for name in same] == [second[name] for name in same]
+
+
+def test_equal_kvs_are_found_under_any_name(work):
+    rows = [
+        result("a", work.peer_method("tova", "h2o"), 8.0, kvs_wanted=1000),
+        result("a", work.peer_method("kvzip", "h2o"), 8.0, kvs_wanted=2000),
+    ]
+    assert work.find_equal(rows, "tova", 1009) is rows[0]
+    assert work.find_equal(rows, "tova", 1020) is None
+    assert work.find_equal(rows, "kvzip", 1000) is None
+    again = work.relabelled(rows[0], "tova", "kv-compress", 16.0)
+    assert (again["method"], again["rate"]) == ("kvpress:tova@kv-compress", 16.0)
+    assert again["kvs_wanted"] == 1000
+
+
 def test_other_weights_are_noticed(run, tmp_path):
     code, _, err = run("--presses", "tova", shift=1.0)
     assert code == 2
     assert "not the same model" in err
+    assert not (tmp_path / "out.jsonl").read_text()
+
+
+def test_another_tokenizer_is_noticed(run, tmp_path):
+    code, _, err = run("--presses", "tova", token_shift=1)
+    assert code == 2
+    assert "the peer's tokens of a text are others" in err
     assert not (tmp_path / "out.jsonl").read_text()
 
 
