@@ -40,11 +40,27 @@ from compare_kvpress_work import (
     relabelled,
     report,
 )
-from evaluate import choose_methods, choose_protocols, collect_rows, numbers, split_list
+from evaluate import (
+    add_row_options,
+    choose_methods,
+    choose_protocols,
+    collect_rows,
+    fill_in,
+    numbers,
+    split_list,
+)
 
-from kvjax.cli import ArgumentParser, Progress, run_script
+from kvjax.cli import (
+    ArgumentParser,
+    Progress,
+    add_model_options,
+    check_model_options,
+    load_chosen_model,
+    run_script,
+)
 from kvjax.errors import UserError
 
+USUAL = {"tasks": "needle,passkey,kv", "length": "1024", "rows": 8}
 MOST_DIFFERENCE = 0.05
 """Largest difference of two logits up to which both models are the same in float32."""
 
@@ -54,8 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer-python", required=True, help="a Python with torch and kvpress")
-    parser.add_argument("--model", help="name of a model (smollm2-135m)")
-    parser.add_argument("--weights", help="folder, GGUF file, Orbax checkpoint, or hub id")
+    add_model_options(parser, files_only=True)
     parser.add_argument(
         "--export", type=Path, metavar="FOLDER", help="keep the weights for the peer here"
     )
@@ -70,37 +85,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--reference-only", action="store_true", help="do not run our methods of the same name"
     )
     what.add_argument("--rates", default="8,32", help="(%(default)s)")
-    what.add_argument(
-        "--protocols", default="prompt", help="of prompt, question, agnostic (%(default)s)"
-    )
-    what.add_argument(
-        "--tasks", help="as in evaluate.py (needle,passkey,kv; none if --prompts is given)"
-    )
-    what.add_argument("--prompts", action="append", default=[], metavar="FILE", help="repeatable")
-    what.add_argument("--length", default="1024", help="prompt lengths (%(default)s)")
-    what.add_argument("--rows", type=int, default=8, help="of each task and length (%(default)s)")
-    what.add_argument("--split", choices=("dev", "test"), default="test", help="(%(default)s)")
-    what.add_argument("--depths", type=int, default=5, help="places of needles (%(default)s)")
-    what.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
-    what.add_argument(
-        "--target-tokens", type=int, default=32, help="of a continuation (%(default)s)"
-    )
+    add_row_options(parser, what, usual=USUAL, target_tokens=32)
     what.add_argument(
         "--positions",
         type=int,
         default=2,
         help="rows of each task whose kept positions are compared (%(default)s)",
     )
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", type=Path, metavar="FOLDER", help="as in evaluate.py")
-    for name in ("haystack", "texts", "longbench", "gsm8k", "xsum"):
-        data.add_argument(f"--{name}", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--block-size", type=int, default=16, help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("compare.jsonl"), help="(%(default)s)")
     parser.add_argument("--table", type=Path, help="Markdown page (beside --out)")
     options = parser.parse_args(arguments)
-    if options.tasks is None and not options.prompts:
-        options.tasks = "needle,passkey,kv"
+    fill_in(options, USUAL)
     return options
 
 
@@ -369,6 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
         if rate == 1:
             raise UserError("--rates 1: nothing is evicted, give rates above 1")
     protocols = choose_protocols(options.protocols)
+    check_model_options(options)
     table = options.table or options.out.with_suffix(".md")
     for path in (options.out, table):
         if not path.absolute().parent.is_dir():
@@ -396,12 +393,11 @@ def compare(
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import TimeLeft, run, spell, tokenised, variants_of
-    from kvjax.models import load_model
 
     start = time.perf_counter()
     methods, rates, protocols, presses = choices
     enable_compilation_cache()
-    model = load_model(options.model, weights=options.weights, dtype="float32", progress=progress)
+    model, _ = load_chosen_model(options, progress)
     evaluator, skipped = Evaluator(model, config), Skipped()
     progress("prompts")
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)

@@ -24,7 +24,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli import ArgumentParser, Progress, run_script
+from kvjax.cli import (
+    ArgumentParser,
+    Progress,
+    add_model_options,
+    check_model_options,
+    load_chosen_model,
+    run_script,
+)
 from kvjax.errors import UserError
 
 QUICK = {
@@ -49,62 +56,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model", help="name of a model (what --weights holds; without both, smollm2-135m)"
-    )
-    model.add_argument(
-        "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
-    )
-    model.add_argument(
-        "--dummy-weights", action="store_true", help="random weights of the true shapes"
-    )
-    model.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and cache (float32 on CPU, else bfloat16)",
-    )
-    model.add_argument(
-        "--context-length", type=int, help="most tokens, instead of the model's own limit"
-    )
+    add_model_options(parser.add_argument_group("model"))
 
     what = parser.add_argument_group("what is compared (lists are separated by commas)")
     what.add_argument("--quick", action="store_true", help="a small run: minutes on a CPU")
-    what.add_argument("--tasks", help=f"tasks; none with --prompts, else {USUAL['tasks']}")
-    what.add_argument(
-        "--prompts", action="append", default=[], metavar="FILE", help="prompt file; repeatable"
-    )
     what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
     what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
-    what.add_argument(
-        "--protocols", default="prompt", help="of prompt, question, agnostic (%(default)s)"
-    )
-    what.add_argument("--split", choices=("dev", "test"), default="test", help="(%(default)s)")
-    what.add_argument("--length", help=f"prompt lengths in tokens ({USUAL['length']})")
-    what.add_argument("--rows", type=int, help=f"rows of each task and length ({USUAL['rows']})")
-    what.add_argument(
-        "--depths", type=int, default=5, help="places of needles in the text (%(default)s)"
-    )
-    what.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
-    what.add_argument(
-        "--target-tokens", type=int, default=64, help="of a continuation (%(default)s)"
-    )
+    add_row_options(parser, what, usual=USUAL, target_tokens=64)
     what.add_argument(
         "--max-new-tokens", type=int, help="of an answer, if less than the task's own number"
     )
     what.add_argument(
         "--no-answers", action="store_true", help="generate nothing, score true answers alone"
     )
-
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", type=Path, metavar="FOLDER", help="where the others are looked for")
-    data.add_argument("--haystack", type=Path, help="background text: file or folder")
-    data.add_argument("--texts", type=Path, help="long texts to continue: file or folder")
-    data.add_argument(
-        "--longbench", type=Path, metavar="FOLDER", help="LongBench's rows and config"
-    )
-    data.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's rows")
-    data.add_argument("--xsum", type=Path, metavar="FILE", help="XSUM's rows")
 
     cache = parser.add_argument_group("cache")
     cache.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
@@ -127,10 +91,57 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="rows of each task that keep what each layer and head held (%(default)s)",
     )
     options = parser.parse_args(arguments)
-    for name, value in (QUICK if options.quick else USUAL).items():
+    fill_in(options, QUICK if options.quick else USUAL)
+    return options
+
+
+def add_row_options(
+    parser: argparse.ArgumentParser,
+    what: argparse._ArgumentGroup,
+    usual: dict[str, Any],
+    target_tokens: int,
+) -> None:
+    """Add what `collect_rows` reads.
+
+    Args:
+        parser: gets a group of places of data.
+        what: the group of tasks and rows.
+        usual: what tasks, length and rows are if they are not given, for --help alone.
+        target_tokens: the usual length of a continuation.
+    """
+    what.add_argument("--tasks", help=f"tasks; none with --prompts, else {usual['tasks']}")
+    what.add_argument(
+        "--prompts", action="append", default=[], metavar="FILE", help="prompt file; repeatable"
+    )
+    what.add_argument(
+        "--protocols", default="prompt", help="of prompt, question, agnostic (%(default)s)"
+    )
+    what.add_argument("--split", choices=("dev", "test"), default="test", help="(%(default)s)")
+    what.add_argument("--length", help=f"prompt lengths in tokens ({usual['length']})")
+    what.add_argument("--rows", type=int, help=f"rows of each task and length ({usual['rows']})")
+    what.add_argument(
+        "--depths", type=int, default=5, help="places of needles in the text (%(default)s)"
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
+    what.add_argument(
+        "--target-tokens", type=int, default=target_tokens, help="of a continuation (%(default)s)"
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path, metavar="FOLDER", help="where the others are looked for")
+    data.add_argument("--haystack", type=Path, help="background text: file or folder")
+    data.add_argument("--texts", type=Path, help="long texts to continue: file or folder")
+    data.add_argument(
+        "--longbench", type=Path, metavar="FOLDER", help="LongBench's rows and config"
+    )
+    data.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's rows")
+    data.add_argument("--xsum", type=Path, metavar="FILE", help="XSUM's rows")
+
+
+def fill_in(options: argparse.Namespace, usual: dict[str, Any]) -> None:
+    """Give options that were not given their usual values; no tasks where prompts are given."""
+    for name, value in usual.items():
         if getattr(options, name) is None and not (name == "tasks" and options.prompts):
             setattr(options, name, value)
-    return options
 
 
 def split_list(option: str, text: str) -> list[str]:
@@ -256,10 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         max_new_tokens=options.max_new_tokens,
         answers=not options.no_answers,
     )
-    if options.model is not None:
-        from kvjax.models import get_model_entry
-
-        get_model_entry(options.model)
+    check_model_options(options)
     table = options.table or options.out.with_suffix(".md")
     for path in (options.out, table):
         if not path.absolute().parent.is_dir():
@@ -277,26 +285,16 @@ def evaluate(
     progress: Progress,
 ) -> int:
     """Load the model, make the rows, run, write the table."""
-    import jax
-
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.eval.evaluator import Evaluator, slots_for
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run, spell, tokenised
     from kvjax.eval.table import report
-    from kvjax.models import load_model
 
     start = time.perf_counter()
     enable_compilation_cache()
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = load_model(
-        options.model,
-        weights=options.weights,
-        dummy_weights=options.dummy_weights,
-        dtype=dtype,
-        progress=progress,
-    )
+    model, dtype = load_chosen_model(options, progress)
     evaluator = Evaluator(model, config)
     skipped = Skipped()
     progress("prompts")

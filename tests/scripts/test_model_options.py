@@ -1,0 +1,34 @@
+"""The options that scripts share for choosing a model."""
+
+import pytest
+
+from kvjax.cli import ArgumentParser, add_model_options, check_model_options, load_chosen_model
+from kvjax.errors import UserError
+from tests.scripts.conftest import TINY
+
+
+def parse(*arguments, **kind):
+    parser = ArgumentParser()
+    add_model_options(parser, **kind)
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("files_only", [False, True])
+def test_weights_are_loaded_in_float32_on_a_cpu(tiny_folder, files_only):
+    model, dtype = load_chosen_model(parse("--weights", tiny_folder, files_only=files_only))
+    assert dtype == "float32"
+    assert model.config.vocab_size == TINY.vocab_size
+    assert model.params["embed"][...].dtype == "float32"
+
+
+def test_a_dtype_that_was_asked_for(tiny_folder):
+    model, dtype = load_chosen_model(parse("--weights", tiny_folder, "--dtype", "bfloat16"))
+    assert dtype == "bfloat16"
+    assert model.params["embed"][...].dtype == "bfloat16"
+
+
+def test_unknown_models_are_refused_early():
+    with pytest.raises(UserError, match="did you mean"):
+        check_model_options(parse("--model", "smollm2-136m"))
+    with pytest.raises(UserError, match="unrecognized arguments: --dtype"):
+        parse("--dtype", "float32", files_only=True)
