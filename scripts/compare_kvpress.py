@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from compare_kvpress_tables import overlaps, pairs_of, report
 from compare_kvpress_work import (
     PRESSES,
     PeerProcess,
@@ -33,12 +34,9 @@ from compare_kvpress_work import (
     choose_presses,
     find_equal,
     group_equal,
-    overlaps,
-    pairs_of,
     peer_method,
     peer_versions,
     relabelled,
-    report,
 )
 from evaluate import (
     add_row_options,
@@ -440,7 +438,7 @@ def compare(
             f"{len(rows)} prompts; rows skipped: {len(skipped.reasons)}",
             f"logits of both models after one prompt differ by at most {difference:.2g}",
         ]
-        page = report(file.results, notes)
+        page = report(file.results, notes, options.reference)
         table.write_text(page, encoding="utf-8")
         print(page)
         print(json.dumps(summary(file.results, settings, difference)))

@@ -168,29 +168,35 @@ class Peer:
     def feed(self, cache, masked, tokens, start):
         """Logits after each of some tokens that follow position `start`.
 
-        Token by token where layers are of unequal lengths, for which no mask over several tokens
-        is right, and where KVs are masked: the fake key that stands for them must suit every
-        query that is fed with it.
+        All at once, unless layers are of unequal lengths, for which no mask over several tokens is
+        right, or no fake key for masked KVs suits every query that is fed with it.
         """
         if not tokens:
             return []
+        lengths = [layer.keys.shape[2] for layer in cache.layers]
         for module, hidden in zip(self.attentions(), masked):
             module.masked_key_indices = hidden
-        even = len({layer.keys.shape[2] for layer in cache.layers}) == 1
-        step = len(tokens) if even and not any(hidden is not None for hidden in masked) else 1
-        rows = []
         try:
-            for n in range(0, len(tokens), step):
-                out = self.model(
-                    input_ids=torch.tensor([tokens[n : n + step]]),
-                    past_key_values=cache,
-                    position_ids=torch.arange(start + n, start + n + step)[None],
-                )
-                rows += out.logits[0]
+            if len(set(lengths)) == 1:
+                try:
+                    return self.step(cache, tokens, start)
+                except ValueError:
+                    for layer, length in zip(cache.layers, lengths):
+                        layer.keys = layer.keys[:, :, :length]
+                        layer.values = layer.values[:, :, :length]
+            return [self.step(cache, [t], start + n)[0] for n, t in enumerate(tokens)]
         finally:
             for module in self.attentions():
                 module.masked_key_indices = None
-        return rows
+
+    def step(self, cache, tokens, start):
+        """Logits after each of some tokens that are fed at once."""
+        out = self.model(
+            input_ids=torch.tensor([tokens]),
+            past_key_values=cache,
+            position_ids=torch.arange(start, start + len(tokens))[None],
+        )
+        return list(out.logits[0])
 
     def run(self, job):
         if "encode" in job:

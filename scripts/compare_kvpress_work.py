@@ -1,11 +1,10 @@
 """The parts of scripts/compare_kvpress.py that need neither a model nor the peer."""
 
-import collections
 import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.eval.results import Result
-from kvjax.eval.table import Interval, bootstrap
 from kvjax.models.config import LlamaConfig
 from kvjax.models.layout import tensor_slots
 
@@ -255,169 +253,3 @@ class PeerProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A press and the method of ours at whose KVs it ran, over the same prompts."""
-
-    task: str
-    protocol: str
-    rate: float
-    press: str
-    method: str
-    prompts: int
-    kvs: tuple[float, float]
-    """KVs in use, mean: theirs, ours."""
-    score: tuple[Interval | None, Interval | None]
-    nll_ratio: tuple[Interval | None, Interval | None]
-    """Mean NLL over the full cache's, of the same prompts."""
-    kl: tuple[Interval | None, Interval | None]
-    positions: float | None
-    """Share of equal positions, over the rows that were looked at."""
-
-    @property
-    def like(self) -> bool:
-        """Whether the two bear the same name."""
-        return PRESSES[self.press].like == self.method
-
-
-def pairs_of(results: Iterable[Result]) -> list[Pair]:
-    """One pair per (task, protocol, rate, press, method), over the prompts that both ran."""
-    found: dict[tuple, dict[str, Result]] = collections.defaultdict(dict)
-    for result in results:
-        key = (result["task"], result["protocol"], float(result["rate"]), result["method"])
-        found[key][result["id"]] = result
-    pairs = []
-    for (task, protocol, rate, name), theirs in found.items():
-        if not name.startswith(PREFIX):
-            continue
-        press, _, method = name.removeprefix(PREFIX).partition("@")
-        ours = found.get((task, protocol, rate, method), {})
-        full = found.get((task, protocol, 1.0, "full"), {})
-        ids = sorted(theirs.keys() & ours.keys() & full.keys())
-        if ids:
-            sides = [[side[id] for id in ids] for side in (theirs, ours)]
-            reference = [full[id] for id in ids]
-            pairs.append(_pair(task, protocol, rate, press, method, sides, reference))
-    order = {press: n for n, press in enumerate(PRESSES)}
-    tasks = {task: n for n, task in enumerate(dict.fromkeys(p.task for p in pairs))}
-    pairs.sort(key=lambda p: (tasks[p.task], p.protocol, p.rate, order[p.press], p.like))
-    return pairs
-
-
-def _pair(
-    task: str,
-    protocol: str,
-    rate: float,
-    press: str,
-    method: str,
-    sides: list[list[Result]],
-    full: list[Result],
-) -> Pair:
-    def both(make: Callable[[list[Result]], Interval | None]):
-        theirs, ours = sides
-        return make(theirs), make(ours)
-
-    def mean_of(name: str):
-        return lambda rows: bootstrap([r[name] for r in rows if r[name] is not None])
-
-    def ratio(rows: list[Result]) -> Interval | None:
-        told = [(r["nll"], f["nll"]) for r, f in zip(rows, full) if r["nll"] is not None]
-        return bootstrap([a for a, _ in told], [b for _, b in told]) if told else None
-
-    shares = [r["agreement"] for r in sides[0] if r.get("agreement") is not None]
-    kvs = tuple(float(np.mean([r["kvs"] for r in rows])) for rows in sides)
-    return Pair(
-        task=task,
-        protocol=protocol,
-        rate=rate,
-        press=press,
-        method=method,
-        prompts=len(full),
-        kvs=(kvs[0], kvs[1]),
-        score=both(mean_of("score")),
-        nll_ratio=both(ratio),
-        kl=both(mean_of("kl")),
-        positions=float(np.mean(shares)) if shares else None,
-    )
-
-
-def overlaps(pair: Pair) -> bool | None:
-    """Whether the intervals of both scores meet (NLL ratios where there is no score)."""
-    theirs, ours = pair.score if pair.score[0] is not None else pair.nll_ratio
-    if theirs is None or ours is None:
-        return None
-    return theirs.low <= ours.high and ours.low <= theirs.high
-
-
-def _shown(interval: Interval | None, digits: int, factor: float = 1) -> str:
-    if interval is None:
-        return "–"
-    scaled = Interval(interval.mean * factor, interval.low * factor, interval.high * factor)
-    return scaled.shown(digits)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(str(cell) for cell in line) + " |" for line in lines]
-
-
-def full_lines(results: Sequence[Result]) -> list[str]:
-    """What the full cache does with every task, as both sides compute it."""
-    groups: dict[tuple[str, str], list[Result]] = collections.defaultdict(list)
-    theirs = {(r["id"], r["protocol"]): r["full"] for r in results if "full" in r}
-    for result in results:
-        if result["method"] == "full":
-            groups[result["task"], result["protocol"]].append(result)
-    rows = []
-    for (task, protocol), found in groups.items():
-        peer = [theirs[key] for r in found if (key := (r["id"], r["protocol"])) in theirs]
-        cells = [task, protocol, len(found)]
-        for side in (found, peer):
-            cells.append(f"{100 * np.mean([r['em'] for r in side]):.1f}" if side else "–")
-            told = [r["nll"] for r in side if r["nll"] is not None]
-            cells.append(f"{np.mean(told):.4f}" if told else "–")
-        rows.append(cells)
-    head = ("task", "protocol", "prompts", "em ours", "NLL ours", "em theirs", "NLL theirs")
-    return _table(head, rows)
-
-
-def report(results: Sequence[Result], notes: Sequence[str]) -> str:
-    """The comparison as a Markdown page."""
-    pairs = pairs_of(results)
-    words = {True: "yes", False: "no", None: "–"}
-    head = (
-        *("task", "protocol", "rate", "kvpress", "kvjax", "n"),
-        *("KVs theirs", "KVs ours", "score theirs", "score ours"),
-        *("NLL ratio theirs", "NLL ratio ours", "KL theirs", "KL ours", "intervals meet"),
-    )
-
-    def cells(pair: Pair) -> list[Any]:
-        line = [pair.task, pair.protocol, f"{pair.rate:g}", pair.press, pair.method, pair.prompts]
-        line += [f"{kvs:,.0f}" for kvs in pair.kvs]
-        line += [_shown(score, 1, 100) for score in pair.score]
-        line += [_shown(ratio, 2) for ratio in pair.nll_ratio]
-        line += [_shown(kl, 3) for kl in pair.kl]
-        return [*line, words[overlaps(pair)]]
-
-    same = [pair for pair in pairs if pair.like]
-    looked = [pair for pair in same if pair.positions is not None]
-    page = ["# kvjax beside kvpress", "", *(f"- {note}" for note in notes), ""]
-    page += ["## Full cache", "", *full_lines(results), ""]
-    others = [pair for pair in pairs if not pair.like]
-    page += ["## At the KVs of the reference", "", *_table(head, map(cells, others)), ""]
-    page += ["## Methods of the same name", "", *_table(head, map(cells, same)), ""]
-    if looked:
-        place = ("task", "protocol", "rate", "kvpress", "kvjax", "equal positions, %")
-        page += ["## Positions kept", ""]
-        page += _table(
-            place,
-            (
-                (p.task, p.protocol, f"{p.rate:g}", p.press, p.method, f"{100 * p.positions:.2f}")
-                for p in looked
-                if p.positions is not None
-            ),
-        )
-        page.append("")
-    return "\n".join(page)

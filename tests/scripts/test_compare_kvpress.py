@@ -46,17 +46,20 @@ for line in sys.stdin:
 def modules(monkeypatch):
     """The script and its pure parts."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    yield (
-        importlib.import_module("compare_kvpress"),
-        importlib.import_module("compare_kvpress_work"),
-    )
-    for name in ("compare_kvpress", "compare_kvpress_work", "evaluate"):
+    names = ("compare_kvpress", "compare_kvpress_work", "compare_kvpress_tables")
+    yield [importlib.import_module(name) for name in names]
+    for name in (*names, "evaluate"):
         sys.modules.pop(name, None)
 
 
 @pytest.fixture
 def work(modules):
     return modules[1]
+
+
+@pytest.fixture
+def tables(modules):
+    return modules[2]
 
 
 @pytest.fixture
@@ -110,7 +113,7 @@ def test_weights_for_the_peer_are_those_that_were_loaded(modules, tiny_folder, t
     from kvjax.models.config import config_from_hf
     from kvjax.models.tokenizer import ByteTokenizer
 
-    script, _ = modules
+    script = modules[0]
     folder = tmp_path / "out"
     arguments = TINY, ByteTokenizer(), tiny_folder
     script.export(*arguments, folder, Progress())
@@ -128,6 +131,7 @@ def test_weights_for_the_peer_are_those_that_were_loaded(modules, tiny_folder, t
 
 def result(id, method, rate, **changes):
     base = {"task": "needle", "protocol": "prompt", "score": 1.0, "em": 1, "nll": 2.0, "kl": 0.0}
+    base["metric"] = "em"
     return {**base, "id": id, "method": method, "rate": rate, "kvs": 10, **changes}
 
 
@@ -145,8 +149,8 @@ def results(work):
     return rows
 
 
-def test_pairs_stand_on_the_prompts_that_both_ran(work, results):
-    (pair,) = work.pairs_of(results)
+def test_pairs_stand_on_the_prompts_that_both_ran(tables, results):
+    (pair,) = tables.pairs_of(results)
     assert (pair.press, pair.method, pair.prompts) == ("snapkv", "snapkv-w64-avg5", 2)
     assert pair.like
     assert pair.kvs == (10, 12)
@@ -154,20 +158,48 @@ def test_pairs_stand_on_the_prompts_that_both_ran(work, results):
     assert [ratio.mean for ratio in pair.nll_ratio] == [2.5, 1.5]
     assert pair.kl[0].mean == 1.5
     assert pair.positions == 0.5
-    assert work.overlaps(pair) is False
+    assert tables.overlaps(pair) is False
 
 
-def test_continuations_are_compared_by_nll(work, results):
+def test_continuations_are_compared_by_nll(tables, results):
     rows = [{**row, "score": None} for row in results]
-    (pair,) = work.pairs_of(rows)
+    (pair,) = tables.pairs_of(rows)
     assert pair.score == (None, None)
-    assert work.overlaps(pair) is False
+    assert tables.overlaps(pair) is False
     same = [{**row, "nll": 3.0} if row["rate"] == 8 else row for row in rows]
-    assert work.overlaps(work.pairs_of(same)[0]) is True
+    assert tables.overlaps(tables.pairs_of(same)[0]) is True
 
 
-def test_the_page_says_what_was_measured(work, results):
-    page = work.report(results, ["a note"])
+def test_the_mean_of_tasks_counts_each_task_once(tables):
+    share = tables.mean_share([([1, 0, 1, 0], [1, 1, 1, 1]), ([1, 1], [1, 1])])
+    assert share.mean == 0.75
+    assert 0.5 <= share.low < 0.75 < share.high <= 1
+    assert tables.mean_share([([0.5], [0.5])]) == tables.Interval(1.0, 1.0, 1.0)
+    assert tables.mean_share([]) is None
+
+
+def test_the_summary_has_a_line_per_method_and_a_column_per_rate(tables, work, results):
+    theirs = work.peer_method("snapkv", "snapkv-w64-avg5")
+    other = [{**row, "task": "fact", "id": "f" + row["id"]} for row in results]
+    weak = [{**row, "task": "weak", "id": "w" + row["id"]} for row in results]
+    weak = [{**row, "score": 0.0} if row["method"] == "full" else row for row in weak]
+    text = [{**row, "task": "text", "score": None, "metric": "nll"} for row in results]
+    rows = [*results, *other, *weak, *text]
+    for row in rows:
+        if row["method"] == theirs and row["task"] == "fact":
+            row["score"] = 1.0
+    page = "\n".join(tables.summary_tables(rows, "snapkv-w64-avg5"))
+    assert "mean of needle, fact, `prompt`" in page
+    assert "| kvpress snapkv | 50 [50, 50] |" in page
+    assert "| `snapkv-w64-avg5` | 100 [100, 100] |" in page
+    assert "| kvpress snapkv | 1.500 [1.000, 2.000] |" in page
+    # The full cache fails there: nothing follows.
+    assert "weak" not in page
+    assert "kvpress" not in "\n".join(tables.summary_tables(rows, "kv-compress"))
+
+
+def test_the_page_says_what_was_measured(tables, results):
+    page = tables.report(results, ["a note"], "snapkv-w64-avg5")
     line = next(line for line in page.splitlines() if "| snapkv |" in line)
     assert "2.50 [2.00, 3.00] | 1.50 [1.50, 1.50]" in line
     assert line.endswith("| no |")
@@ -189,7 +221,7 @@ def run(modules, tmp_path, tiny_folder, python, capsys):
     from kvjax.eval.rows import Row
     from kvjax.models import load_model
 
-    script, _ = modules
+    script = modules[0]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps(ROW) + "\n")
     model = load_model(weights=tiny_folder)
