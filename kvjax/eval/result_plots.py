@@ -34,6 +34,13 @@ def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+def _labels(methods: Sequence[str]) -> dict[str, str]:
+    """What methods are called in pictures: "kvpress:tova@ours" without what tells no two apart."""
+    short = [method.partition("@")[0].replace(":", " ") for method in methods]
+    shown = short if len(set(short)) == len(short) else methods
+    return {m: s if "@" in m else m for m, s in zip(methods, shown)}
+
+
 def _methods(rows: Sequence[Result]) -> list[str]:
     return list(dict.fromkeys(row["method"] for row in rows if row["method"] != FULL))
 
@@ -56,20 +63,33 @@ def _by_rate(
     return points
 
 
-def _draw_by_rate(axes: Any, points: dict[str, list[tuple[float, float]]], factor: float) -> None:
-    for method, style in _styles(list(points)).items():
-        x, y = np.array(points[method]).T
-        axes.plot(x, y * factor, label=method, markersize=4, linewidth=1.2, **style)
+def _draw_by_rate(
+    axes: Any,
+    points: dict[str, list[tuple[float, float]]],
+    factor: float,
+    methods: Sequence[str],
+) -> None:
+    labels = _labels(methods)
+    for method, style in _styles(methods).items():
+        if method in points:
+            x, y = np.array(points[method]).T
+            axes.plot(x, y * factor, label=labels[method], markersize=4, linewidth=1.2, **style)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda rate, _: f"{rate:g}×")
     axes.set_xlabel("KVs of the full cache / KVs held")
     axes.grid(alpha=0.3)
 
 
-def _legend(figure: Any, axes: Any, count: int) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+def _legend(figure: Any, panels: Sequence[Any], count: int) -> None:
+    """One legend for all panels, some of which may lack a method."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            found.setdefault(label, handle)
     columns = min(4, max(1, math.ceil(count / 8)))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=7)
+    figure.legend(
+        list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=7
+    )
 
 
 def _figure(width: float, height: float) -> Any:
@@ -95,12 +115,12 @@ def plot_share(rows: Sequence[Result], protocol: str) -> Figure | None:
         axes.set_axis_off()
     for axes, (title, wanted) in zip(grid.flat, panels):
         axes.axhline(100, color="#888888", linewidth=0.8)
-        _draw_by_rate(axes, _by_rate(lines, wanted, "share"), 100)
+        _draw_by_rate(axes, _by_rate(lines, wanted, "share"), 100, _methods(rows))
         axes.set_title(title, fontsize=9)
     for axes in grid[:, 0]:
         axes.set_ylabel("% of the full cache")
     figure.suptitle(f"Score by compression ({protocol})", fontsize=10)
-    _legend(figure, grid.flat[0], count)
+    _legend(figure, list(grid.flat), count)
     return figure
 
 
@@ -114,16 +134,16 @@ def plot_text(rows: Sequence[Result], protocol: str) -> Figure | None:
         return None
     figure = _figure(9, 4 + 0.05 * len(methods))
     left, right = figure.subplots(1, 2)
-    _draw_by_rate(left, _by_rate(lines, tasks, "nll"), 1)
+    _draw_by_rate(left, _by_rate(lines, tasks, "nll"), 1, methods)
     full = [line.nll.mean for line in lines if line.method == FULL and line.nll is not None]
     if full:
         left.axhline(np.mean(full), color="#888888", linewidth=0.8, label="full")
     left.set_ylabel("NLL per token")
-    _draw_by_rate(right, _by_rate(lines, tasks, "kl"), 1)
+    _draw_by_rate(right, _by_rate(lines, tasks, "kl"), 1, methods)
     right.set_ylabel("KL(full ‖ compressed) per token")
     right.set_yscale("log")
     figure.suptitle(f"Continued text by compression ({protocol})", fontsize=10)
-    _legend(figure, left, len(methods))
+    _legend(figure, [left], len(methods))
     return figure
 
 
@@ -164,7 +184,7 @@ def plot_needles(rows: Sequence[Result], protocol: str, task: str) -> Figure | N
                 ]
                 values[y, x] = np.mean(hits) if hits else np.nan
         image = axes.imshow(values, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-        axes.set_title(method, fontsize=6)
+        axes.set_title(_labels(methods)[method], fontsize=6)
         axes.set_xticks(range(len(across)), [f"{at:g}" for at in across], fontsize=6)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=6)
     at_rate = f", rate {rates[-1]:g}" if name == "length" else ""
@@ -233,5 +253,5 @@ def plot_recall(rows: Sequence[Result], protocol: str, rate: float) -> Figure | 
     axes.set_ylabel("attention recall, %")
     axes.grid(alpha=0.3)
     axes.set_title(f"Attention recall at rate {rate:g} ({protocol})", fontsize=10)
-    _legend(figure, axes, len(groups))
+    _legend(figure, [axes], len(groups))
     return figure

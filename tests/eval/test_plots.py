@@ -141,3 +141,12 @@ def test_bad_input_gets_one_line(results, tmp_path, capsys, arguments, says):
     assert main_of(PLOT.main, [str(results), *arguments, *out]) == 2
     assert says in capsys.readouterr().err
     assert main_of(PLOT.main, [str(tmp_path / "missing.jsonl")]) == 2
+
+
+def test_pictures_name_what_tells_methods_apart():
+    from kvjax.eval.result_plots import _labels
+
+    theirs = ["kvcrush:snapkv", "kvpress:tova@ours", "kvpress:snapkv@ours"]
+    assert list(_labels(theirs).values()) == ["kvcrush:snapkv", "kvpress tova", "kvpress snapkv"]
+    twice = ["kvpress:tova@ours", "kvpress:tova@tova"]
+    assert list(_labels(twice).values()) == twice
