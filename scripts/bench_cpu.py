@@ -12,6 +12,7 @@ are random: only their shapes matter here. The last line is one JSON object.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -29,7 +30,7 @@ import numpy as np
 
 from kvjax.cache import CompressionConfig, compress, init_cache, schedule_evictions, write_prompt
 from kvjax.cli import ArgumentParser, Progress, run_script
-from kvjax.engine import Runner, RunnerConfig, SamplingParams, plan_blocks
+from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
 from kvjax.engine.compilation import enable_compilation_cache
 from kvjax.errors import UserError
 from kvjax.kernels import window_metrics
@@ -50,15 +51,35 @@ def best(run: Callable[[], Any], repeats: int) -> float:
     return min(times)
 
 
-def make_runner(model: Any, compression: CompressionConfig, length: int, slots: int = 1) -> Runner:
-    config = RunnerConfig(num_slots=slots, max_len=length + 512)
-    blocks = slots * plan_blocks(model.config, config, compression, length, 256)
-    return Runner(model.config, model.params, config, compression, num_blocks=blocks)
+def make_llm(model: Any, compression: CompressionConfig, length: int, slots: int = 1) -> LLM:
+    """An engine that runs prompts of this length in one piece, for `slots` of them at once."""
+    sizes = EngineConfig(
+        max_batch=slots, max_len=length + 512, prefill_chunk=length, prefill_scratch=length
+    )
+    pool = slots * pool_tokens_for(model.config, sizes, compression, length, 256)
+    return LLM(model, compression, dataclasses.replace(sizes, pool_tokens=pool))
 
 
 def prompt_of(model: Any, length: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     return rng.integers(0, model.config.vocab_size, length).astype(np.int32)
+
+
+def phase_seconds(llm: LLM, phase: str) -> float:
+    """Seconds that an engine has spent on a phase so far."""
+    return llm.metrics.as_dict()[f'kvjax_seconds_total{{phase="{phase}"}}']
+
+
+def measure_prompt(llm: LLM, prompt: np.ndarray, repeats: int) -> tuple[dict[str, float], int]:
+    """Least seconds of each phase of a prompt's way in, and the blocks it took there."""
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    blocks, found = 0, []
+    for _ in range(repeats):
+        before = {phase: phase_seconds(llm, phase) for phase in ("prefill", "compress")}
+        (output,) = llm.generate([prompt], sampling)
+        blocks = output.stats.blocks_after
+        found.append({phase: phase_seconds(llm, phase) - x for phase, x in before.items()})
+    return {phase: min(seconds[phase] for seconds in found) for phase in found[0]}, blocks
 
 
 def measure_ours(model: Any, length: int, repeats: int, progress: Progress) -> dict[str, float]:
@@ -69,16 +90,16 @@ def measure_ours(model: Any, length: int, repeats: int, progress: Progress) -> d
     found: dict[str, float] = {}
     for slots in (1, 8):
         progress(f"kvjax, {slots} sequences")
-        runner = make_runner(model, full, length, slots)
-        seconds = [runner.prefill(slot, prompt, sampling).prefill_seconds for slot in range(slots)]
+        llm = make_llm(model, full, length, slots)
         if slots == 1:
-            seconds = []
-            for _ in range(repeats):
-                runner.finish(0)
-                seconds.append(runner.prefill(0, prompt, sampling).prefill_seconds)
-            found["prefill"] = length / min(seconds)
-        visit = runner.config.steps_per_visit
-        found[f"decode_{slots}"] = slots * visit / best(lambda r=runner: r.decode()[0], 6)
+            found["prefill"] = length / measure_prompt(llm, prompt, repeats)[0]["prefill"]
+        for _ in range(slots):
+            llm.add_request(prompt, sampling)
+        while len(llm.scheduler.running) < slots:
+            llm.step()
+        # From here on each step is one visit of all sequences, the host's share included.
+        visit = slots * llm.config.steps_per_visit
+        found[f"decode_{slots}"] = visit / best(llm.step, 6)
     return found
 
 
@@ -109,23 +130,18 @@ def compare_with_peer(options: argparse.Namespace, model: Any, progress: Progres
 def measure_compression(model: Any, rate: float, repeats: int, progress: Progress) -> dict:
     """Share of a 4 k-token prompt's prefill that its compression takes, and the bytes left."""
     length, config = 4096, model.config
-    prompt, sampling = prompt_of(model, length), SamplingParams(max_tokens=2)
+    prompt = prompt_of(model, length)
     prefill: dict[str, float] = {}
     writing: dict[str, float] = {}
     bytes_after = held = 0
     for method in ("full", "kv-compress"):
         progress(f"prefill, {method}")
         compression = CompressionConfig(method=method, rate=None if method == "full" else rate)
-        runner = make_runner(model, compression, length)
-        runner.warm_up(length)
-        results = []
-        for _ in range(repeats):
-            results.append(runner.prefill(0, prompt, sampling))
-            runner.finish(0)
-        prefill[method] = min(r.prefill_seconds for r in results)
-        writing[method] = min(r.compress_seconds for r in results)
-        bytes_after = results[-1].blocks_after * runner.cache.block_bytes
-        held = results[-1].blocks_after * runner.cache.block_size
+        llm = make_llm(model, compression, length)
+        seconds, blocks = measure_prompt(llm, prompt, repeats + 1)
+        prefill[method], writing[method] = seconds["prefill"], seconds["compress"]
+        bytes_after = blocks * llm.worker.cache.block_bytes
+        held = blocks * llm.worker.cache.block_size
     itemsize, heads = 4, config.num_layers * config.num_kv_heads
     full_bytes = heads * length * 2 * config.head_dim * itemsize
     one_block = heads * 16 * 2 * config.head_dim * itemsize

@@ -143,7 +143,7 @@ def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, 
 
     from kvjax.cache import init_cache
     from kvjax.cache.methods import get_method
-    from kvjax.engine import sampling, steps
+    from kvjax.engine import visits
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
     from kvjax.models.llama import abstract_params
@@ -163,19 +163,12 @@ def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, 
             dtype=jnp.bfloat16,
         )
         zeros = jnp.zeros(slots, jnp.int32)
-        state = steps.DecodeState(
-            token=zeros,
-            active=zeros > 0,
-            remaining=zeros,
-            stop_at_eos=zeros > 0,
-            sampling=sampling.init_sampling(slots),
-        )
-        return cache, state, zeros[:1]
+        return cache, visits.init_slots(slots), zeros, zeros[0], zeros[:1]
 
     params = abstract_params(
         model, jnp.bfloat16, stacks_layers("gpu" if target == "h200" else "tpu")
     )
-    call = functools.partial(steps.decode_steps, model, get_method(method), 8)
+    call = functools.partial(visits.decode_visit, model, get_method(method), 8, None)
     return call, (params, *jax.eval_shape(arguments)), (1, 2)
 
 

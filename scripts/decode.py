@@ -19,6 +19,7 @@ Other models, prompts and methods:
 """
 
 import argparse
+import dataclasses
 import json
 import resource
 import sys
@@ -30,6 +31,8 @@ from kvjax.cli import ArgumentParser, Progress, run_script
 from kvjax.errors import UserError
 
 TOPIC = "debugger"
+PROMPT_GRAIN = 256
+"""Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
 QUESTION = "What is the command to continue execution until the next breakpoint?"
 
 
@@ -161,40 +164,41 @@ def tokenise(options: argparse.Namespace, tokenizer: Any) -> list[int]:
     return tokenizer.chat(messages)
 
 
-def report(generation: Any, runner: Any, model: Any, seconds: dict[str, float]) -> dict[str, Any]:
+def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
     """Everything there is to say about a run, as one JSON object."""
-    prefill, cache = generation.prefill, runner.cache
-    decoded = max(0, len(generation.tokens) - 1)
+    stats, cache, compression = output.stats, llm.worker.cache, llm.compression
+    prompt_tokens, found = len(output.prompt_token_ids), llm.metrics.as_dict()
+    kvs_before, kvs_after = llm.plan.heads * prompt_tokens, int(stats.kept.sum())
     block = cache.block_bytes
-    compression = runner.compression
+    decoded = max(0, len(output.token_ids) - 1)
     return {
-        "model": model.config.name,
-        "weights": model.source,
+        "model": llm.model.config.name,
+        "weights": llm.model.source,
         "method": compression.method,
         "rate": compression.rate,
-        "max_cache_tokens": compression.cap(len(generation.prompt), runner.config.block_size),
+        "max_cache_tokens": compression.cap(prompt_tokens, cache.block_size),
         "dtype": str(cache.k.dtype),
         "block_size": cache.block_size,
-        "prompt_tokens": len(generation.prompt),
-        "generated_tokens": len(generation.tokens),
-        "finish_reason": generation.finish_reason or "interrupted",
-        "text": generation.text,
-        "kvs_before": prefill.kvs_before,
-        "kvs_after": prefill.kvs_after,
-        "blocks_before": prefill.blocks_before,
-        "blocks_after": prefill.blocks_after,
-        "bytes_before": prefill.blocks_before * block,
-        "bytes_after": prefill.blocks_after * block,
-        "achieved_rate": prefill.kvs_before / prefill.kvs_after,
+        "prompt_tokens": prompt_tokens,
+        "generated_tokens": len(output.token_ids),
+        "finish_reason": output.finish_reason or "interrupted",
+        "text": output.text,
+        "kvs_before": kvs_before,
+        "kvs_after": kvs_after,
+        "blocks_before": stats.blocks_before,
+        "blocks_after": stats.blocks_after,
+        "bytes_before": stats.blocks_before * block,
+        "bytes_after": stats.blocks_after * block,
+        "achieved_rate": kvs_before / kvs_after,
         "pool_bytes": cache.num_blocks * block,
-        "peak_blocks": runner.peak_blocks,
+        "peak_blocks": int(found["kvjax_blocks_peak"]),
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "budget_shortfall_blocks": prefill.shortfall,
-        "blocks_evicted_decoding": generation.blocks_evicted_decoding,
-        "kept_per_layer_head": prefill.kept.tolist(),
+        "budget_shortfall_blocks": stats.shortfall,
+        "blocks_evicted_decoding": stats.blocks_evicted_decoding,
+        "kept_per_layer_head": stats.kept.tolist(),
         "seconds": seconds,
-        "prefill_tokens_per_second": len(generation.prompt) / seconds["prefill"],
-        "decode_tokens_per_second": decoded / seconds["decode"] if seconds["decode"] else None,
+        "prefill_tokens_per_second": prompt_tokens / seconds["prefill"],
+        "decode_tokens_per_second": decoded / seconds["decode"] if decoded else None,
     }
 
 
@@ -252,10 +256,8 @@ def main(arguments: list[str] | None = None) -> int:
     import numpy as np
 
     from kvjax.cache import CompressionConfig
-    from kvjax.engine import SamplingParams
+    from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
     from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.engine.generate import Generation
-    from kvjax.engine.runner import Runner, RunnerConfig, plan_blocks
     from kvjax.models import get_model_entry, load_model
 
     # What can be refused without a model is refused before one is loaded.
@@ -308,67 +310,61 @@ def main(arguments: list[str] | None = None) -> int:
             f"context of {model.config.name} is {limit}: shorten the prompt to "
             f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
         )
-    every = compression.compress_every or 8
-    config = RunnerConfig(
-        max_len=len(prompt) + sampling.max_tokens,
+    max_len = len(prompt) + sampling.max_tokens
+    # One piece of at most --prefill-chunk tokens at a time; alone, nobody waits for it.
+    chunk = min(options.prefill_chunk, -(-max_len // PROMPT_GRAIN) * PROMPT_GRAIN)
+    config = EngineConfig(
+        max_batch=1,
+        max_len=max_len,
         block_size=options.block_size,
-        prefill_chunk=options.prefill_chunk,
-        steps_per_visit=max(n for n in range(1, 9) if every % n == 0),
+        prefill_chunk=chunk,
+        prefill_scratch=chunk,
+        pool_tokens=options.pool_tokens,
     )
-    heads = model.config.num_layers * model.config.num_kv_heads
-    if options.pool_tokens is None:
-        blocks = plan_blocks(model.config, config, compression, len(prompt), sampling.max_tokens)
-    elif options.pool_tokens < 1:
-        raise UserError(f"--pool-tokens {options.pool_tokens}: give a number of at least 1")
-    else:
-        blocks = -(-options.pool_tokens // config.block_size) * heads
-    runner = Runner(
-        model.config,
-        model.params,
-        config,
-        compression,
-        num_blocks=blocks,
-        cache_dtype=dtype,
-        eos_ids=tuple(model.tokenizer.eos_ids),
-    )
-    progress("compile")
-    runner.warm_up(len(prompt))
-    seconds["compile"] = runner.compile_seconds
-
-    def show_chunk(done: int) -> None:
-        progress("prefill", done, len(prompt))
-
-    generation = Generation(runner, model.tokenizer, prompt, sampling, on_prefill=show_chunk)
-    progress("prefill")
-    status = 0
+    if config.pool_tokens is None:
+        tokens = pool_tokens_for(
+            model.config, config, compression, len(prompt), sampling.max_tokens
+        )
+        config = dataclasses.replace(config, pool_tokens=tokens)
+    llm = LLM(model, compression, config, cache_dtype=dtype)
+    name = llm.add_request(prompt, sampling)
+    progress("compile and prefill")
+    output, status, text_to = None, 0, sys.stderr if options.json else sys.stdout
     try:
-        prefill = generation.start()
-        progress.clear()
-        text_to = sys.stderr if options.json else sys.stdout
-        for piece in generation:
-            print(piece, end="", file=text_to, flush=True)
+        while llm.has_unfinished():
+            for output in llm.step():
+                progress.clear()
+                print(output.new_text, end="", file=text_to, flush=True)
+            if output is None:
+                progress("compile and prefill", llm.prefilled(name), len(prompt))
     except KeyboardInterrupt:
         progress.clear()
-        if generation.prefill is None:
+        if output is None:
             raise
-        prefill, status = generation.prefill, 130
-    print(file=sys.stderr if options.json else sys.stdout, flush=True)
-    seconds["prefill"] = prefill.prefill_seconds
-    seconds["compress"] = generation.compress_seconds
-    seconds["decode"] = generation.decode_seconds
-    result = report(generation, runner, model, seconds)
+        status = 130
+    print(file=text_to, flush=True)
+    assert output is not None
+    found = llm.metrics.as_dict()
+    for phase in ("compile", "prefill", "compress", "decode"):
+        seconds[phase] = found[f'kvjax_seconds_total{{phase="{phase}"}}']
+    if output.stats.kept is None:
+        raise UserError(
+            f"the pool of {llm.plan.num_blocks} blocks is too small for what the prompt keeps: "
+            "give a larger --pool-tokens or a higher rate"
+        )
+    result = report(output, llm, seconds)
     print_table(result)
     if options.plot is not None:
         from kvjax.eval.plots import plot_kept
 
         title = f"{result['model']}, {result['method']}, {result['achieved_rate']:.1f}× fewer KVs"
-        plot_kept(prefill.kept, title, options.plot)
+        plot_kept(output.stats.kept, title, options.plot)
     if options.json:
         print(json.dumps(result, ensure_ascii=False))
-    if generation.finish_reason == "pool":
+    if output.finish_reason == "pool":
         raise UserError(
-            f"the pool of {blocks} blocks was full after {len(generation.tokens)} tokens and "
-            "nothing more may be evicted: give a larger --pool-tokens or a higher rate"
+            f"the pool of {llm.plan.num_blocks} blocks was full after {len(output.token_ids)} "
+            "tokens and nothing more may be evicted: give a larger --pool-tokens or a higher rate"
         )
     return status
 

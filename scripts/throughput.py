@@ -191,6 +191,8 @@ def measure(
     """One row: serve everything at one compression rate."""
     from throughput_work import prompts_of
 
+    from kvjax.engine.metrics import PHASES
+
     compression = compression_of(rate, options.method)
     outputs_len = max(row.output_len for row in arrivals)
     max_len = max(n + row.output_len for n, row in zip(lengths, arrivals, strict=True))
@@ -201,7 +203,7 @@ def measure(
     if options.warmup:
         progress("compile")
         llm.warm_up(sorted(set(lengths)))
-        took = sum(llm.worker.compilations.values())
+        took = llm.worker.compile_seconds
         progress.clear()
         print(f"{len(llm.worker.compilations)} steps ready in {took:.1f} s", file=sys.stderr)
     prompts = prompts_of(source, lengths, options.seed)
@@ -242,10 +244,7 @@ def measure(
         "evicted_blocks": int(spent("evicted_blocks_total")),
         "blocks_peak": int(found["kvjax_blocks_peak"]),
         "num_blocks": llm.plan.num_blocks,
-        "seconds_by_phase": {
-            phase: spent(f'seconds_total{{phase="{phase}"}}')
-            for phase in ("prefill", "compress", "decode", "host")
-        },
+        "seconds_by_phase": {phase: spent(f'seconds_total{{phase="{phase}"}}') for phase in PHASES},
         "compiled_steps": compiled,
         "compile_seconds": before["kvjax_compile_seconds"],
         "compiled_while_serving": len(llm.worker.compilations) - compiled,

@@ -1,30 +1,22 @@
-"""The engine: continuous batching over one paged cache.
-
-Each `step` schedules, runs and postprocesses: a chunk of a waiting prompt, a visit of decode
-steps for all running sequences, and, while the device works, the text of the visit before.
-"""
+"""The front of the engine: prompts become requests, and their outputs come back."""
 
 import dataclasses
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from kvjax.cache import CompressionConfig
-from kvjax.cache.methods import METHODS, Method
+from kvjax.cache.methods import METHODS
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.engine import Engine
 from kvjax.engine.memory import MemoryPlan, plan_memory
-from kvjax.engine.metrics import EngineMetrics
-from kvjax.engine.request import Request, RequestOutput, RequestStats, TokenLogprobs
+from kvjax.engine.request import Request, RequestOutput, RequestStats
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
-from kvjax.engine.scheduler import Scheduler
-from kvjax.engine.text import RequestText
-from kvjax.engine.visits import StartReport, TokenScores, VisitReport
-from kvjax.engine.worker import PromptJob, Worker, decode_rule
+from kvjax.engine.worker import Worker, decode_rule
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
 
@@ -78,22 +70,9 @@ class LLM:
             dtype=self.plan.cache_dtype,
             eos_ids=sorted(self.model.tokenizer.eos_ids),
         )
-        self.scheduler = Scheduler(
-            self.config.max_batch,
-            self.plan.num_blocks,
-            self.config.prefill_scratch,
-            self.config.prefill_chunk,
-        )
-        self.metrics = EngineMetrics(self.plan.num_blocks)
-        self.clock = clock
-        self._heads = self.model.config.num_layers * self.model.config.num_kv_heads
+        self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
+        self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
         self._order = itertools.count()
-        self._texts: dict[str, tuple[Request, RequestText]] = {}
-        """Requests with something still to be told to their callers, by id."""
-        self._job: PromptJob | None = None
-        self._starts: list[tuple[PromptJob, StartReport]] = []
-        self._compressed_in_vain = False
-        self._on_cpu = jax.default_backend() == "cpu"
 
     def warm_up(self, prompt_lens: Sequence[int], logprobs: bool = False) -> None:
         """Compile what prompts of these lengths need, with the engine's own compression settings.
@@ -146,17 +125,13 @@ class LLM:
         """
         order = next(self._order)
         name = f"request-{order}" if request_id is None else request_id
-        if name in self._texts:
+        if name in self.engine.requests:
             raise UserError(f"request id {name!r} is in use: give another")
         request = self._checked(
             prompt, sampling or SamplingParams(), compression or self.compression, name, order
         )
         request.on_output = on_output
-        request.stats.arrival = self.clock()
-        self.scheduler.add(request)
-        tokenizer = self.model.tokenizer if request.sampling.detokenize else None
-        self._texts[name] = request, RequestText(tokenizer, request.sampling.stop)
-        self.metrics.requests.inc()
+        self.engine.add(request)
         return name
 
     def _checked(
@@ -190,12 +165,12 @@ class LLM:
         method = compression.resolved if budget is not None else METHODS["full"]
         request = Request(
             name, order, tokens.astype(np.int32), sampling, compression, method, budget,
-            self._heads, self.config.block_size,
+            self.plan.heads, self.config.block_size,
         )  # fmt: skip
         self._check_method(request)
         needs = request.blocks_to_finish(self.scheduler.chunk_in_pool(request))
         if needs > self.plan.num_blocks:
-            size = -(-needs // self._heads) * self.config.block_size
+            size = -(-needs // self.plan.heads) * self.config.block_size
             raise UserError(
                 f"the request needs {needs} blocks and the pool has {self.plan.num_blocks}: give "
                 f"a pool of {size} tokens, a higher rate, or fewer tokens"
@@ -206,17 +181,18 @@ class LLM:
         method, window = request.method, None
         if method.observation is not None:
             window = method.observation.window
-        if window is not None and self.config.prefill_chunk < 2 * window:
+        in_parts = request.length + request.remaining > self.config.prefill_chunk
+        if window is not None and in_parts and self.config.prefill_chunk < 2 * window:
             raise UserError(
                 f"window {window} of {method.name}: give at most half the prefill_chunk of "
                 f"{self.config.prefill_chunk} tokens"
             )
         rule = decode_rule(method)
-        for other in self.scheduler:
-            if rule is not None and decode_rule(other.method) not in (None, rule):
+        for other in self.engine.methods:
+            if rule is not None and decode_rule(other) not in (None, rule):
                 raise UserError(
                     f"method {method.name} observes decode steps in another way than "
-                    f"{other.method.name}, which is running: wait for it, or use two engines"
+                    f"{other.name}, which is running: wait for it, or use two engines"
                 )
 
     def abort(self, request_id: str) -> None:
@@ -225,14 +201,23 @@ class LLM:
         Raises:
             UserError: there is no unfinished request of that id.
         """
-        request, _ = self._texts.get(request_id, (None, None))
+        request, _ = self.engine.requests.get(request_id, (None, None))
         if request is None or request.finish_reason is not None:
             raise UserError(f"request id {request_id!r}: there is no unfinished request of that id")
-        request.finish_reason = "abort"
+        self.engine.end(request, "abort")
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do or to tell."""
-        return bool(self._texts)
+        return bool(self.engine.requests)
+
+    def prefilled(self, request_id: str) -> int:
+        """Tokens that have run of a prompt that is being prefilled; 0 for any other request."""
+        job = self.engine.job
+        return job.done if job is not None and job.request.id == request_id else 0
+
+    def step(self) -> list[RequestOutput]:
+        """One round: schedule, run, postprocess. Returns the outputs of the round before."""
+        return self.engine.step()
 
     # Batches
 
@@ -310,7 +295,7 @@ class LLM:
     def _abort_all(self, names: Iterable[str]) -> None:
         """End those of some requests that still run; their caller has gone."""
         for name in names:
-            request, _ = self._texts.get(name, (None, None))
+            request, _ = self.engine.requests.get(name, (None, None))
             if request is not None and request.finish_reason is None:
                 request.on_output = None
                 self.abort(name)
@@ -341,297 +326,6 @@ class LLM:
                 self.metrics.ended("error")
                 added.append(refused(f"prompt {number}", str(error)))
         return added
-
-    # The loop
-
-    def step(self) -> list[RequestOutput]:
-        """One round: schedule, run, postprocess. Returns the outputs of the round before."""
-        with self.metrics.round(self.clock):
-            self._sweep()
-            self._prefill()
-            visited, report = self._visit()
-            outputs = self._tell()
-            self._collect(visited, report)
-            self.metrics.observe(self.scheduler, self.worker)
-        return outputs
-
-    def _sweep(self) -> bool:
-        """Take out what has ended, and empty its slots. Returns whether there was any."""
-        slots = []
-        for request in [r for r in self.scheduler if r.finish_reason is not None]:
-            if self._job is not None and self._job.request is request:
-                self._job = None
-            slot = self.scheduler.leave(request)
-            if slot is not None:
-                slots.append(slot)
-        if slots:
-            self.worker.empty(slots)
-        return bool(slots)
-
-    def _prefill(self) -> None:
-        """Run a chunk's worth of prompts, and start those that are through."""
-        room = self.config.prefill_chunk
-        while True:
-            if self._job is None:
-                request = self.scheduler.begin_next()
-                if request is None:
-                    return
-                self._job = self.worker.begin(request)
-                if request.stats.admitted is None:
-                    request.stats.admitted = self.clock()
-            job = self._job
-            size = job.next_chunk
-            if size > room and room < self.config.prefill_chunk:
-                return
-            if size:
-                room -= size
-                with self.metrics.phase("prefill", self.clock):
-                    self.worker.advance(job)
-                if job.in_pool and not self._settle_chunk(job, size):
-                    return
-            elif not self.scheduler.fits(job.request):
-                return
-            if not job.next_chunk and (job.in_pool or self.scheduler.fits(job.request)):
-                self._start(job)
-
-    def _settle_chunk(self, job: PromptJob, size: int) -> bool:
-        """After a chunk in the pool: compress, or make room and let it run again."""
-        request = job.request
-        assert request.slot is not None
-        held = np.asarray(self.worker.cache.context_len[request.slot])
-        request.owned = int((-(-held // self.config.block_size)).sum())
-        request.longest = int(held.max())
-        self.scheduler.free = self.worker.free_blocks()
-        if not bool(job.fits):
-            job.done -= size
-            self._make_room(progress=False)
-            return False
-        if request.compressed_first:
-            self._compress([request])
-        return True
-
-    def _start(self, job: PromptJob) -> None:
-        """Put a prompt into its slot. What became of it is known after the visit."""
-        request = job.request
-        assert request.slot is not None
-        if self._on_cpu:
-            # There a dispatch waits for its inputs anyway; this way the time has the right name.
-            with self.metrics.phase("prefill", self.clock):
-                jax.block_until_ready(job.scores)
-        with self.metrics.phase("compress", self.clock):
-            report = self.worker.start(job, request.slot, self._num_top([request]))
-        self._starts.append((job, report))
-        self._job = None
-        self.scheduler.started(request)
-        if not job.in_pool:
-            request.owned = request.blocks_to_admit()
-            request.longest = request.length
-            self.scheduler.free -= request.owned
-
-    def _visit(self) -> tuple[list[Request], VisitReport | None]:
-        """Dispatch decode steps for everything that runs."""
-        running = list(self.scheduler.running)
-        if not running:
-            return running, None
-        every = [r for r in running if r.compression.compress_every is not None]
-        due = [r for r in every if r.since_compression >= (r.compression.compress_every or 0)]
-        if due:
-            self._compress([r for r in due if r.budget is not None])
-            for request in due:
-                request.since_compression = 0
-        waits = self._job is not None or (
-            self.scheduler.waiting and self.scheduler.fits(self.scheduler.waiting[0])
-        )
-        # A prompt in the queue would only wait longer for its first token.
-        limit = 1 if waits else self.config.steps_per_visit
-        for request in every:
-            limit = min(
-                limit, (request.compression.compress_every or 0) - request.since_compression
-            )
-        observing = [r.method for r in running if decode_rule(r.method)]
-        with self.metrics.phase("decode", self.clock):
-            report = self.worker.visit(
-                [r.slot for r in running if r.slot is not None],
-                max(1, limit),
-                observing[0] if observing else METHODS["full"],
-                self._num_top(running),
-            )
-        return running, report
-
-    @staticmethod
-    def _num_top(requests: Sequence[Request]) -> int | None:
-        """Likeliest tokens to report: few values, as each is compiled."""
-        wanted = [r.sampling.logprobs for r in requests if r.sampling.logprobs is not None]
-        if not wanted:
-            return None
-        return MAX_LOGPROBS if max(wanted) else 0
-
-    def _tell(self) -> list[RequestOutput]:
-        """Outputs of all requests that have something new."""
-        outputs = []
-        for name, (request, text) in list(self._texts.items()):
-            if not text.has_news(request):
-                continue
-            output = text.tell(request, self.clock())
-            outputs.append(output)
-            if output.finished:
-                self._texts.pop(name, None)
-                self.metrics.ended(output.finish_reason, request.stats, len(request.tokens))
-            if request.on_output is None:
-                continue
-            try:
-                request.on_output(output)
-            except Exception as error:
-                # Whoever raises ends its own request; the others go on.
-                request.on_output = None
-                if request.finish_reason is None:
-                    request.finish_reason = "error"
-                    request.error = f"on_output raised {type(error).__name__}: {error}"
-        return outputs
-
-    # What the device reports
-
-    def _collect(self, visited: list[Request], report: VisitReport | None) -> None:
-        """Wait for the device and take in what it reports."""
-        starts, self._starts = self._starts, []
-        if report is None:
-            return
-        if starts:
-            with self.metrics.phase("prefill", self.clock):
-                jax.block_until_ready([job.scores for job, _ in starts])
-            with self.metrics.phase("compress", self.clock):
-                jax.block_until_ready([started.ok for _, started in starts])
-        with self.metrics.phase("decode", self.clock):
-            told, visit = jax.device_get(([started for _, started in starts], report))
-        now = self.clock()
-        self.scheduler.free = int(visit.free)
-        for (job, _), started in zip(starts, told, strict=True):
-            self._note_start(job.request, started, now)
-        progress = False
-        for column, request in enumerate(visited):
-            request.owned = int(visit.owned[column])
-            request.longest = int(visit.longest[column])
-            request.growth = int(visit.growth[column])
-            tokens = visit.tokens[:, column]
-            progress |= bool((tokens >= 0).any())
-            if request.finish_reason is None and request.slot is not None:
-                self._note_tokens(request, tokens, visit.scores, column)
-                if not visit.active[column]:
-                    self._ended(request)
-        self.metrics.visited(visit.tokens, visit.kvs, self._heads)
-        # Where a sequence has just ended, its blocks may be all that was missing.
-        if not self._sweep() and not visit.ok:
-            self._make_room(progress)
-        if visit.ok:
-            self._compressed_in_vain = False
-
-    def _note_start(self, request: Request, started: Any, now: float) -> None:
-        if not started.ok:
-            # More had to stay than the budget says: it comes again when there is room for that.
-            request.owned = 0
-            stays = request.blocks_whole(request.length) - int(started.freed)
-            request.unevictable = max(0, stays - (request.budget or 0))
-            if len(self.scheduler.running) == 1:
-                request.finish_reason = "pool"
-            else:
-                self._give_way(request)
-            return
-        stats = request.stats
-        if stats.first_token is None:
-            stats.first_token = now
-            stats.blocks_before = request.blocks_whole(len(request.prompt))
-            stats.blocks_after = int((-(-started.kept // self.config.block_size)).sum())
-            stats.kept, stats.shortfall = started.kept, int(started.shortfall)
-            stats.blocks_evicted_decoding = 0
-        self.metrics.evicted(int(started.freed))
-        self.metrics.prefilled(request.length)
-        scores = None
-        if started.scores is not None:
-            scores = jax.tree.map(lambda x: x[None], started.scores)
-        self._note_tokens(request, np.asarray([started.token]), scores, 0)
-
-    def _note_tokens(
-        self, request: Request, tokens: np.ndarray, scores: TokenScores | None, column: int
-    ) -> None:
-        wanted = request.sampling.logprobs
-        for step in np.flatnonzero(tokens >= 0):
-            token = int(tokens[step])
-            request.tokens.append(token)
-            if wanted is None or scores is None:
-                continue
-            ids, values = scores.top_ids[step, column], scores.top[step, column]
-            top = tuple((int(i), float(x)) for i, x in zip(ids[:wanted], values[:wanted]))
-            logprob = float(scores.chosen[step, column])
-            request.logprobs.append(TokenLogprobs(token, logprob, top))
-        request.since_compression += int((tokens >= 0).sum())
-
-    def _ended(self, request: Request) -> None:
-        """Why the device stopped it."""
-        last = request.tokens[-1] if request.tokens else -1
-        eos = last in self.model.tokenizer.eos_ids and not request.sampling.ignore_eos
-        request.finish_reason = "eos" if eos else "length"
-
-    # Making room
-
-    def _compress(self, requests: Sequence[Request]) -> int:
-        """Compress some requests to their budgets; returns the blocks they gave back."""
-        groups: dict[tuple[Method, int], list[Request]] = {}
-        for request in requests:
-            most = request.compression.max_kvs_per_step
-            groups.setdefault((request.method, most), []).append(request)
-        total = 0
-        with self.metrics.phase("compress", self.clock):
-            for (method, most), group in groups.items():
-                freed = self.worker.compress(
-                    [r.slot for r in group if r.slot is not None],
-                    [r.budget for r in group if r.budget is not None],
-                    method,
-                    most,
-                    max(r.longest for r in group),
-                )
-                for request, blocks in zip(group, np.asarray(freed).tolist()):
-                    request.owned -= blocks
-                    request.since_compression = 0
-                    request.stats.blocks_evicted_decoding += blocks
-                    total += blocks
-        self.scheduler.free += total
-        self.metrics.compressed(len(requests), total)
-        return total
-
-    def _make_room(self, progress: bool) -> None:
-        """Blocks ran out: compress, and only where that does not help let the newest give way."""
-        over = [
-            request
-            for request in self.scheduler.running
-            if request.budget is not None
-            and request.compression.before_preemption
-            and request.owned > request.budget
-        ]
-        if over and (progress or not self._compressed_in_vain):
-            # What is freed now may still not be enough for a single step of all.
-            self._compressed_in_vain = True
-            if self._compress(over):
-                return
-        self._compressed_in_vain = False
-        request = self.scheduler.newest()
-        if request is None:
-            return
-        if sum(1 for r in self.scheduler if r.owned) == 1:
-            request.finish_reason = "pool"
-            self._sweep()
-        else:
-            self._give_way(request)
-
-    def _give_way(self, request: Request) -> None:
-        """Preempt: the request's blocks are freed, and it comes again with all its tokens."""
-        if self._job is not None and self._job.request is request:
-            self._job = None
-        slot = self.scheduler.leave(request)
-        if slot is not None:
-            self.worker.empty([slot])
-        request.stats.preemptions += 1
-        self.metrics.preemptions.inc()
-        self.scheduler.add(request)
 
 
 def refused(name: str, error: str) -> RequestOutput:

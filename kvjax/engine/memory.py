@@ -6,9 +6,11 @@ import os
 import jax
 import numpy as np
 
+from kvjax.cache import CompressionConfig, budget_blocks
 from kvjax.engine.config import EngineConfig
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
+from kvjax.models.config import LlamaConfig
 
 CPU_FRACTION = 0.5
 """Share of the free memory that an engine takes where the device is the host itself."""
@@ -104,6 +106,38 @@ def plan_memory(
             f"or prefill_scratch {config.prefill_scratch}"
         )
     return plan
+
+
+def pool_tokens_for(
+    model: LlamaConfig,
+    config: EngineConfig,
+    compression: CompressionConfig,
+    prompt_len: int,
+    max_tokens: int,
+) -> int:
+    """Pool, in tokens' worth of KVs, in which such a request never runs out of blocks.
+
+    A prompt that is compressed on its way in needs its budget alone; one that runs in the pool
+    needs the budget and a chunk. While decoding, every head can grow by the generated tokens, or by
+    those between two compressions.
+
+    Raises:
+        UserError: the request's cap cannot be held, as `CompressionConfig.cap` says.
+    """
+    b = config.block_size
+    heads = model.num_layers * model.num_kv_heads
+    whole = -(-(prompt_len + max_tokens) // b)
+    cap = compression.cap(prompt_len, b)
+    if cap is None or not compression.on_prefill:
+        return whole * b
+    growth = max_tokens
+    if compression.compress_every is not None:
+        growth = min(growth, compression.compress_every)
+    if prompt_len > config.prefill_scratch:
+        growth = max(growth, config.prefill_chunk)
+    budget = budget_blocks(cap, model.num_layers, model.num_kv_heads, b)
+    # One more block per head: what it holds need not end with a full one.
+    return min(whole, -(-budget // heads) + -(-growth // b) + 1) * b
 
 
 def _limit(config: EngineConfig, weights: int) -> int:

@@ -11,7 +11,8 @@ from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.worker import Worker
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-PHASES = ("prefill", "compress", "decode")
+PHASES = ("prefill", "compress", "decode", "compile", "host")
+"""What the seconds of an engine's rounds went to; host is what the others leave."""
 
 
 class EngineMetrics:
@@ -37,6 +38,8 @@ class EngineMetrics:
         self._compressions = counter("compressions", "Compressions of running sequences")
         self.preemptions = counter("preemptions", "Requests preempted")
         self._seconds = counter("seconds", "Seconds, by phase; host is what is left", ("phase",))
+        for phase in PHASES:
+            self._seconds.labels(phase)
         self._rounds = counter("rounds", "Rounds of the engine")
         self._decode_steps = counter("decode_steps", "Decode steps")
         self._kvs_read = counter("kvs_read", "KVs that decode steps attended to")
@@ -56,14 +59,10 @@ class EngineMetrics:
         self._largest_batch = self._peak_used = 0
         self._in_phases = 0.0
 
-    @contextlib.contextmanager
-    def phase(self, name: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Time spent on "prefill", "compress" or "decode", waiting for the device included."""
-        start = clock()
-        yield
-        seconds = clock() - start
+    def spent(self, phase: str, seconds: float) -> None:
+        """So many seconds of this round went to a phase."""
         self._in_phases += seconds
-        self._seconds.labels(name).inc(seconds)
+        self._seconds.labels(phase).inc(seconds)
 
     @contextlib.contextmanager
     def round(self, clock: Callable[[], float]) -> Iterator[None]:
@@ -71,7 +70,7 @@ class EngineMetrics:
         start, self._in_phases = clock(), 0.0
         yield
         self._rounds.inc()
-        self._seconds.labels("host").inc(max(0.0, clock() - start - self._in_phases))
+        self.spent("host", max(0.0, clock() - start - self._in_phases))
 
     def visited(self, tokens: np.ndarray, kvs: np.ndarray, heads: int) -> None:
         """A visit that yielded `tokens` [n, G], −1 where a sequence did not run.
@@ -114,18 +113,21 @@ class EngineMetrics:
         if stats.finished is not None:
             self._whole.observe(stats.finished - stats.arrival)
 
+    def note_free(self, free: int) -> None:
+        """So many blocks are free at this moment."""
+        self._peak_used = max(self._peak_used, self._num_blocks - free)
+
     def observe(self, scheduler: Scheduler, worker: Worker) -> None:
         """Bring the gauges up to date."""
-        used = self._num_blocks - scheduler.free
-        self._peak_used = max(self._peak_used, used)
+        self.note_free(scheduler.free)
         self._waiting.set(len(scheduler.waiting) + (scheduler.prefilling is not None))
         self._running.set(len(scheduler.running))
         self._largest.set(self._largest_batch)
-        self._used.set(used)
+        self._used.set(self._num_blocks - scheduler.free)
         self._free.set(scheduler.free)
         self._peak.set(self._peak_used)
         self._compiled.set(len(worker.compilations))
-        self._compile_seconds.set(sum(worker.compilations.values()))
+        self._compile_seconds.set(worker.compile_seconds)
 
     def as_dict(self) -> dict[str, float]:
         """Every sample by name; labels follow in braces as Prometheus writes them."""

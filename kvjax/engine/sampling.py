@@ -94,16 +94,6 @@ def sampling_row(params: SamplingParams) -> SamplingState:
     )
 
 
-def set_sampling(
-    state: SamplingState, slot: Int32[Array, ""] | int, params: SamplingParams
-) -> SamplingState:
-    """The state with the settings of one slot replaced."""
-    fields = dataclasses.fields(SamplingState)
-    return SamplingState(
-        **{f.name: getattr(state, f.name).at[slot].set(getattr(params, f.name)) for f in fields}
-    )
-
-
 def sample(
     logits: Float[Array, "S V"], state: SamplingState, position: Int32[Array, " S"]
 ) -> Int32[Array, " S"]:

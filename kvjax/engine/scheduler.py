@@ -83,7 +83,7 @@ class Scheduler:
         request.owned = request.longest = request.growth = request.since_compression = 0
         return slot
 
-    def newest(self) -> Request | None:
-        """Who gives way first: the latest to arrive of all that hold blocks."""
-        holders = [r for r in self if r.slot is not None and r.owned]
-        return max(holders, key=lambda r: r.order, default=None)
+    def holders(self) -> list[Request]:
+        """Every request that holds blocks."""
+        inside = self.running if self.prefilling is None else [self.prefilling, *self.running]
+        return [request for request in inside if request.owned]

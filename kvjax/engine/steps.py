@@ -1,6 +1,6 @@
 """The jitted steps of the engine: prefill, prefill of a chunk, admission, decode.
 
-Pure functions of (parameters, cache, …), where `config` and `method` are static. `Runner` compiles
+Pure functions of (parameters, cache, …), where `config` and `method` are static. `Worker` compiles
 them with the cache donated.
 """
 
@@ -35,7 +35,6 @@ from kvjax.cache.observe import (
     observe_prompt,
     plain_metric,
 )
-from kvjax.engine.sampling import SamplingState, sample
 from kvjax.kernels import Prefix, paged_attention, plan_paged_attention, prefill_attention
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
@@ -319,62 +318,3 @@ def decode_step(
     )
     cache = dataclasses.replace(cache, k=k_pool, v=v_pool, metric=metric)
     return cache, logits(config, params, hidden[:, 0]), ok
-
-
-@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """What decoding carries from token to token, on the device."""
-
-    token: Int32[Array, " S"]
-    """Last token of each sequence; its KVs are not in the cache yet."""
-    active: Bool[Array, " S"]
-    remaining: Int32[Array, " S"]
-    """Tokens each sequence may still generate."""
-    stop_at_eos: Bool[Array, " S"]
-    sampling: SamplingState
-
-
-def decode_steps(
-    config: LlamaConfig,
-    method: Method,
-    num_steps: int,
-    params: nnx.State,
-    cache: PagedCache,
-    state: DecodeState,
-    eos_ids: Int32[Array, " E"],
-) -> tuple[PagedCache, DecodeState, Int32[Array, "n S"], Bool[Array, ""]]:
-    """Up to `num_steps` tokens for every active slot without the host.
-
-    A sequence ends at an end-of-sequence token or when nothing remains. The loop ends early when
-    every sequence has ended or when blocks run out (``ok`` False); nothing is lost then: make room
-    and call again.
-
-    Returns:
-        The cache, the state, the tokens (−1 where a sequence did not run), and ``ok``.
-    """
-    tokens = jnp.full((num_steps, state.token.shape[0]), -1, jnp.int32)
-
-    def go_on(carry):
-        step, ok, _, state, _ = carry
-        return (step < num_steps) & ok & jnp.any(state.active)
-
-    def one(carry):
-        step, _, cache, state, tokens = carry
-        cache, scores, ok = decode_step(config, method, params, cache, state.token, state.active)
-        ran = state.active & ok
-        new = sample(scores, state.sampling, cache.seq_len)
-        token = jnp.where(ran, new, state.token)
-        remaining = state.remaining - ran
-        ended = (jnp.isin(token, eos_ids) & state.stop_at_eos) | (remaining <= 0)
-        tokens = jnp.where(ok, tokens.at[step].set(jnp.where(ran, token, -1)), tokens)
-        state = dataclasses.replace(
-            state, token=token, remaining=remaining, active=state.active & ~(ran & ended)
-        )
-        return step + ok, ok, cache, state, tokens
-
-    _, ok, cache, state, tokens = lax.while_loop(
-        go_on, one, (jnp.int32(0), jnp.bool_(True), cache, state, tokens)
-    )
-    return cache, state, tokens, ok

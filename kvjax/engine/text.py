@@ -2,9 +2,43 @@
 
 from collections.abc import Sequence
 
-from kvjax.engine.generate import StopStrings
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.models.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Passes text on until one of some strings appears, and never a part of it."""
+
+    def __init__(self, stop: Sequence[str]):
+        self._stop = tuple(stop)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """The text that can be shown now; nothing any more once a stop string was found."""
+        if self.found:
+            return ""
+        self._held += text
+        at = [self._held.find(stop) for stop in self._stop]
+        if any(i >= 0 for i in at):
+            self.found = True
+            return self._held[: min(i for i in at if i >= 0)]
+        hold = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._held)), hold, -1):
+                if self._held.endswith(stop[:size]):
+                    hold = size
+                    break
+        shown, self._held = (
+            self._held[: len(self._held) - hold],
+            self._held[len(self._held) - hold :],
+        )
+        return shown
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        shown, self._held = ("" if self.found else self._held), ""
+        return shown
 
 
 class RequestText:

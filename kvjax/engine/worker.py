@@ -6,7 +6,7 @@ sizes (prompt chunks, sequences in a visit, widths of block tables), each when i
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,8 @@ _VISIT = jax.jit(visits.decode_visit, static_argnums=(0, 1, 2, 3), donate_argnum
 _COMPRESS = jax.jit(visits.compress_some, static_argnums=(0, 1, 2), donate_argnums=3)
 _EMPTY = jax.jit(visits.empty, donate_argnums=(0, 1))
 
+GRAIN = 128
+"""Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
 NO_BUDGET = 2**31 - 1
 """Blocks to keep where nothing is to be evicted."""
 
@@ -116,14 +118,19 @@ class Worker:
             self.visit_sizes = sizes_upto(slots, 64, 4)
             self.compress_sizes, self.compress_widths = (slots,), sizes_upto(width, 16, 8)
 
-    def _run(self, key: Hashable, step: Callable, *args: Any) -> Any:
-        """`step(*args)`, with a note of the first call of each key: it compiles."""
-        if key in self.compilations:
-            return step(*args)
-        start = time.perf_counter()
-        out = step(*args)
-        self.compilations[key] = time.perf_counter() - start
-        return out
+    def _run(self, key: Hashable, step: Any, *args: Any) -> Any:
+        """`step(*args)`, compiled at the first call of each key with a note of the time."""
+        if key not in self.compilations:
+            start = time.perf_counter()
+            # What is compiled here is what the call below finds.
+            step.lower(*args).compile()
+            self.compilations[key] = time.perf_counter() - start
+        return step(*args)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds of compilation so far."""
+        return sum(self.compilations.values())
 
     def free_blocks(self) -> int:
         """Blocks of the pool that nobody owns (waits for the device)."""
@@ -144,8 +151,8 @@ class Worker:
 
     def chunk_bucket(self, job: PromptJob) -> int:
         """Tokens that the steps of a job are compiled for."""
-        parts = 8 if len(job.chunks) == 1 else 4
-        grain = max(1, self.config.prefill_chunk // parts)
+        chunk = self.config.prefill_chunk
+        grain = min(chunk, max(GRAIN, chunk // 16))
         return -(-max(job.chunks) // grain) * grain
 
     def advance(self, job: PromptJob) -> None:

@@ -17,9 +17,8 @@ import numpy as np
 
 from kvjax.cache import budget_blocks, free_blocks, init_cache, release
 from kvjax.cache.methods import Method, Observation, get_method
-from kvjax.engine import steps
-from kvjax.engine.runner import NO_BUDGET
-from kvjax.engine.sampling import init_sampling
+from kvjax.engine import steps, visits
+from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval import passes
 from kvjax.eval.rows import Row, TokenRow, tokenise
@@ -444,24 +443,25 @@ class _Cut:
         active[:used] = [answer[0] not in eos for answer in answers]
         if run.new_tokens < 2:
             active[:] = False
-        state = steps.DecodeState(
+        state = dataclasses.replace(
+            visits.init_slots(slots),
             token=jnp.asarray(first, jnp.int32),
             active=jnp.asarray(active),
             remaining=jnp.full(slots, run.new_tokens - 1, jnp.int32),
-            stop_at_eos=jnp.ones(slots, bool),
-            sampling=init_sampling(slots),
         )
-        full = get_method("full")
-        fn = functools.partial(steps.decode_steps, run.model.config, full, STEPS_PER_VISIT)
+        full, every = get_method("full"), jnp.arange(slots, dtype=jnp.int32)
+        limit = np.int32(STEPS_PER_VISIT)
+        fn = functools.partial(visits.decode_visit, run.model.config, full, STEPS_PER_VISIT, None)
         total = 0.0
         while active.any():
-            args = (run.model.params, cache, state, evaluator._eos_ids)
-            (cache, state, out, ok), seconds = evaluator._timed("decode", fn, *args, donate=(1, 2))
-            assert bool(ok)
+            args = (run.model.params, cache, state, every, limit, evaluator._eos_ids)
+            done, seconds = evaluator._timed("decode", fn, *args, donate=(1, 2))
+            cache, state, report = done
+            assert bool(report.ok)
             total += seconds
-            for slot, stream in enumerate(np.asarray(out).T[:used]):
+            for slot, stream in enumerate(np.asarray(report.tokens).T[:used]):
                 answers[slot] += [int(token) for token in stream if token >= 0]
-            active = np.array(state.active)
+            active = np.array(report.active)
             for slot in np.flatnonzero(active):
                 active[slot] = not self._stopped(answers[slot])
             state = dataclasses.replace(state, active=jnp.asarray(active))

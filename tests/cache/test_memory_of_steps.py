@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.cache.methods import get_method
-from kvjax.engine import steps
-from kvjax.engine.sampling import init_sampling
+from kvjax.engine import steps, visits
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import abstract_params
 from tests.cache.programs import Shapes, abstract_cache, equations, pool_bytes, unchecked
@@ -30,20 +29,15 @@ METHODS = ("full", "kv-compress-continual", "kv-compress-full-l2")
 def decode(method: str) -> tuple:
     """The decode loop with the cache first."""
     with unchecked():
-        state = steps.DecodeState(
-            token=jnp.zeros(SHAPES.S, jnp.int32),
-            active=jnp.zeros(SHAPES.S, bool),
-            remaining=jnp.zeros(SHAPES.S, jnp.int32),
-            stop_at_eos=jnp.zeros(SHAPES.S, bool),
-            sampling=init_sampling(SHAPES.S),
-        )
+        state = visits.init_slots(SHAPES.S)
 
-    def step(cache, params, state, eos):
-        run = partial(steps.decode_steps, MODEL, get_method(method), 4)
-        return run(params, cache, state, eos)
+    def step(cache, params, state, slots, limit, eos):
+        run = partial(visits.decode_visit, MODEL, get_method(method), 4, None)
+        return run(params, cache, state, slots, limit, eos)
 
     params = abstract_params(MODEL, jnp.float32)
-    return step, (abstract_cache(SHAPES), params, state, jax.ShapeDtypeStruct((1,), jnp.int32))
+    slots, limit, eos = (jax.ShapeDtypeStruct(n, jnp.int32) for n in ((SHAPES.S,), (), (1,)))
+    return step, (abstract_cache(SHAPES), params, state, slots, limit, eos)
 
 
 def chunk(method: str) -> tuple:

@@ -1,5 +1,7 @@
 """A small engine of fixed sizes for the tests: steps are compiled once for all of them."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CompressionConfig, check_invariants
@@ -8,6 +10,7 @@ from kvjax.engine.llm import LLM
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.models import LoadedModel
+from kvjax.models.llama import forward, logits
 from kvjax.models.tokenizer import ByteTokenizer
 from tests.engine.conftest import TINY
 
@@ -46,6 +49,29 @@ def alone(params, prompts, sampling, compression=FULL) -> list[tuple[int, ...]]:
     """The tokens of each prompt when nothing else runs."""
     llm = make_llm(params, compression)
     return [tokens_of(llm.generate([prompt], sampling))[0] for prompt in prompts]
+
+
+def dense_greedy(params, prompt, steps: int) -> list[int]:
+    """Greedy tokens without any cache: the whole sequence again for every token."""
+
+    def attend(carry, layer, q, k, v):
+        group = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+        return carry, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v), ()
+
+    @jax.jit
+    def scores(tokens, last):
+        at = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+        hidden, _, _ = forward(TINY, params, tokens[None], at, attend, ())
+        return logits(TINY, params, hidden[0, last])
+
+    tokens = np.zeros(len(prompt) + steps, np.int32)
+    tokens[: len(prompt)] = prompt
+    for i in range(len(prompt), len(tokens)):
+        tokens[i] = int(jnp.argmax(scores(tokens, i - 1)))
+    return tokens[len(prompt) :].tolist()
 
 
 def assert_empty(llm: LLM) -> None:

@@ -1,5 +1,7 @@
 """Sizes, memory plan, metrics and the scheduler's arithmetic, without running a model."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -7,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.memory import plan_memory
+from kvjax.engine.memory import plan_memory, pool_tokens_for
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
@@ -71,6 +73,40 @@ def request_of(order: int, length: int, budget: int | None, max_tokens: int = 10
     )  # fmt: skip
 
 
+def test_every_chunk_fills_an_observation_window(tiny_params):
+    llm = make_llm(tiny_params, prefill_chunk=64, prefill_scratch=64)
+    for length in range(65, 250):
+        chunks = llm.worker.begin(request_of(0, length, None)).chunks
+        assert sum(chunks) == length
+        assert max(chunks) <= 64
+        assert min(chunks) >= 32
+
+
+def test_a_window_needs_chunks_of_twice_its_length(tiny_params):
+    wide = CompressionConfig(method="kv-compress-w32-l2", rate=2)
+    llm = make_llm(tiny_params, wide, prefill_chunk=32)
+    with pytest.raises(UserError, match="window 32 of kv-compress-w32-l2: give at most half"):
+        llm.add_request(prompts_of(60)[0], greedy(4))
+    # A prompt of one chunk is measured whole.
+    assert llm.generate(prompts_of(20), greedy(4))[0].error is None
+
+
+@pytest.mark.parametrize("length", [60, 200])
+@pytest.mark.parametrize("settings", [{}, {"compress_every": 6}, {"on_prefill": False}])
+def test_a_pool_made_for_a_request_never_runs_out(tiny_params, length, settings):
+    compression = dataclasses.replace(SMALL, **settings)
+    sizes = EngineConfig(max_batch=1, prefill_chunk=32, prefill_scratch=128, block_size=4)
+    tokens = pool_tokens_for(TINY, sizes, compression, length, 24)
+    llm = make_llm(tiny_params, compression, pool_tokens=tokens, max_batch=1)
+    (output,) = llm.generate(prompts_of(length), greedy(24))
+    found = llm.metrics.as_dict()
+    assert output.finish_reason == "length"
+    assert found["kvjax_preemptions_total"] == 0
+    due = 24 // 6 - 1 if "compress_every" in settings else 0
+    in_pool = -(-length // 32) if length > 128 and compression.on_prefill else 0
+    assert found["kvjax_compressions_total"] == due + in_pool
+
+
 def test_what_a_request_needs():
     whole = request_of(0, 40, None)
     assert whole.blocks_to_admit() == HEADS * 11
@@ -102,7 +138,7 @@ def test_the_queue_keeps_the_order_of_arrival():
     scheduler.free -= second.owned
     scheduler.started(second)
     assert scheduler.begin_next() is None  # no slot
-    assert scheduler.newest() is second
+    assert scheduler.holders() == [first, second]
     assert scheduler.leave(second) == 1
     scheduler.add(second)
     assert scheduler.waiting == [second, third]
@@ -128,7 +164,7 @@ def test_metrics_are_a_dict_and_prometheus_text(tiny_params):
     assert found["kvjax_time_to_first_token_seconds_count"] == 2
     assert found["kvjax_compiled_steps"] == len(llm.worker.compilations) > 0
     phases = [v for k, v in found.items() if k.startswith("kvjax_seconds_total")]
-    assert len(phases) == 4
+    assert len(phases) == 5
     assert min(phases) >= 0
     families = text_string_to_metric_families(llm.metrics.prometheus())
     parsed = {sample.name: sample.value for family in families for sample in family.samples}

@@ -1,11 +1,14 @@
 """The engine on a tiny model: what comes out, whatever else is in the batch."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kvjax.cache import CompressionConfig, budget_blocks
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError
+from tests.engine.conftest import TINY
 from tests.engine.serving import (
     FULL,
     HEADS,
@@ -13,12 +16,12 @@ from tests.engine.serving import (
     TIGHT,
     alone,
     assert_empty,
+    dense_greedy,
     greedy,
     make_llm,
     prompts_of,
     tokens_of,
 )
-from tests.engine.test_runner import dense_greedy
 
 LENGTHS = (10, 40, 33, 70, 25, 150, 21)
 """One part, several parts, and too long for the scratch."""
@@ -82,8 +85,9 @@ def test_compression_comes_before_preemption(tiny_params):
     assert_empty(llm)
 
 
-def test_a_prompt_takes_what_its_budget_says(tiny_params):
-    llm = make_llm(tiny_params, SMALL)
+@pytest.mark.parametrize("method", ["kv-compress", "h2o-decode", "pyramidkv-exact"])
+def test_a_prompt_takes_what_its_budget_says(tiny_params, method):
+    llm = make_llm(tiny_params, dataclasses.replace(SMALL, method=method))
     budget = budget_blocks(16, 3, 2, 4)
     for output in llm.generate(prompts_of(60, 90, 150), greedy(2)):
         stats = output.stats
@@ -91,6 +95,15 @@ def test_a_prompt_takes_what_its_budget_says(tiny_params):
         assert stats.blocks_after == budget
         assert stats.kept is not None
         assert (-(-stats.kept // 4)).sum() == budget
+        assert stats.kept.min() >= 8
+        assert stats.shortfall == 0
+
+
+def test_a_cap_that_holds_everything_changes_nothing(tiny_params):
+    prompts, capped = prompts_of(60, 150), CompressionConfig(max_cache_tokens=150)
+    outputs = make_llm(tiny_params, capped).generate(prompts, greedy())
+    assert tokens_of(outputs) == alone(tiny_params, prompts, greedy())
+    assert [o.stats.blocks_after for o in outputs] == [o.stats.blocks_before for o in outputs]
 
 
 def test_a_batch_may_mix_settings(tiny_params):
@@ -122,12 +135,60 @@ def test_parts_of_a_prompt_keep_what_the_whole_keeps(tiny_params, method):
         np.testing.assert_array_equal(one.stats.kept, other.stats.kept)
 
 
+@pytest.mark.parametrize("method", ["kv-compress", "kv-compress-full-l2"])
+def test_chunks_in_the_pool_measure_what_the_whole_prompt_does(tiny_params, method):
+    compression = CompressionConfig(method=method, max_cache_tokens=150)
+
+    def metric_by_position(**sizes):
+        llm = make_llm(tiny_params, compression, **sizes)
+        llm.add_request(prompts_of(150)[0], greedy(40))
+        while not llm.scheduler.running:
+            llm.step()
+        cache = llm.worker.cache
+        table = np.asarray(cache.block_table[0])
+        pages = np.minimum(table, cache.num_blocks - 1)
+        flat = (*table.shape[:2], -1)
+        position, metric = (
+            np.asarray(x)[pages].reshape(flat) for x in (cache.position, cache.metric)
+        )
+        order = np.argsort(np.where(position < 0, 10**6, position), axis=-1)
+        return np.take_along_axis(metric, order, -1)[..., :150]
+
+    whole = metric_by_position(prefill_chunk=256, prefill_scratch=256)
+    parts = metric_by_position(prefill_chunk=64, prefill_scratch=64)
+    np.testing.assert_allclose(whole, parts, rtol=2e-4, atol=1e-6)
+
+
+def test_chunks_in_the_pool_never_hold_more_than_cap_and_chunk(tiny_params):
+    compression = CompressionConfig(max_cache_tokens=32)
+    llm = make_llm(tiny_params, compression, prefill_scratch=64, prefill_chunk=64)
+    (output,) = llm.generate(prompts_of(240), greedy(4))
+    assert output.stats.blocks_after == HEADS * 8
+    peak = llm.metrics.as_dict()["kvjax_blocks_peak"]
+    assert HEADS * (8 + 60 // 4) <= peak <= HEADS * (8 + 60 // 4 + 1)
+
+
+def test_continual_compression_adds_squared_attention(tiny_params):
+    compression = CompressionConfig(method="kv-compress-continual", max_cache_tokens=64)
+    llm = make_llm(tiny_params, compression, prefill_chunk=64)
+    llm.add_request(prompts_of(60)[0], greedy(20))
+    llm.step()
+    before = float(llm.worker.cache.metric.sum())
+    llm.step()
+    after = float(llm.worker.cache.metric.sum())
+    # Each of the 4 steps adds Σ p² of every query head: more than 1/context and at most 1 each.
+    most = 4 * TINY.num_layers * TINY.num_heads
+    assert most / 64 < after - before <= most
+
+
 def test_compression_on_an_interval(tiny_params):
     every = CompressionConfig(max_cache_tokens=16, protected=8, compress_every=6)
     llm = make_llm(tiny_params, every)
     (output,) = llm.generate(prompts_of(40), greedy(30))
     assert output.stats.blocks_evicted_decoding > 0
-    assert llm.metrics.as_dict()["kvjax_compressions_total"] == 30 // 6 - 1
+    found = llm.metrics.as_dict()
+    assert found["kvjax_compressions_total"] == 30 // 6 - 1
+    assert found["kvjax_blocks_peak"] <= HEADS * (16 // 4 + 6 // 4 + 2)
     assert_empty(llm)
 
 

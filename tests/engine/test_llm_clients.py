@@ -173,11 +173,11 @@ def test_running_sequences_wait_for_one_chunk_at_most(tiny_params):
     chunks = 0
     while llm.has_unfinished():
         before = llm.scheduler.running[0].length if llm.scheduler.running else 0
-        job = llm._job.done if llm._job else 0
+        job = llm.engine.job.done if llm.engine.job else 0
         llm.step()
-        if llm._job is not None and llm._job.done > job:
+        if llm.engine.job is not None and llm.engine.job.done > job:
             chunks += 1
-            assert llm._job.done - job <= 32
+            assert llm.engine.job.done - job <= 32
             assert llm.scheduler.running[0].length > before
     assert chunks >= 3
     assert_empty(llm)

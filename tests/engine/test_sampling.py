@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.engine.sampling import SamplingParams, _draw, init_sampling, sample, set_sampling
+from kvjax.engine.sampling import SamplingParams, _draw, init_sampling, sample, sampling_row
 from kvjax.errors import UserError
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)) * 2, jnp.float32)
 
 
 def draws(params: SamplingParams, count: int = 4000) -> np.ndarray:
-    state = set_sampling(init_sampling(1), 0, params)
+    state = jax.tree.map(jnp.asarray, sampling_row(params))
     step = jax.jit(jax.vmap(lambda at: sample(LOGITS, state, at[None])[0]))
     return np.asarray(step(jnp.arange(count, dtype=jnp.int32)))
 
@@ -62,9 +62,9 @@ def test_a_draw_never_takes_what_has_no_probability():
 def test_a_draw_depends_on_seed_and_position_alone():
     params = SamplingParams(temperature=1.0, seed=7)
     alone = draws(params, 16)
-    batch = init_sampling(3)
-    for slot, p in enumerate((SamplingParams(temperature=2.0, top_k=3), params, SamplingParams())):
-        batch = set_sampling(batch, slot, p)
+    others = SamplingParams(temperature=2.0, top_k=3), SamplingParams()
+    rows = [sampling_row(p) for p in (others[0], params, others[1])]
+    batch = jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
     for at in range(16):
         position = jnp.asarray([3, at, 9], jnp.int32)
         assert int(sample(jnp.repeat(LOGITS, 3, 0), batch, position)[1]) == alone[at]

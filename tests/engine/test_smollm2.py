@@ -1,12 +1,20 @@
 """The whole path on a real model: against transformers' tokens, and with a quarter of the cache."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
-from kvjax.cache import CompressionConfig, check_invariants
-from kvjax.engine import Generation, Runner, RunnerConfig, SamplingParams, plan_blocks
-from kvjax.models import load_model
+from kvjax.cache import CompressionConfig
+from kvjax.engine import LLM, EngineConfig, RequestOutput, SamplingParams, pool_tokens_for
+from kvjax.engine.worker import Worker
+from kvjax.models import LoadedModel, load_model
+from kvjax.models.config import MODELS
+from kvjax.models.llama import init_params
+from kvjax.models.tokenizer import ByteTokenizer
 from tests.conftest import REPOSITORY
+from tests.engine.serving import FULL, assert_empty
 
 
 @pytest.fixture(scope="module")
@@ -14,24 +22,21 @@ def model(smollm2_path):
     return load_model("smollm2-135m", weights=smollm2_path)
 
 
-def run(model, prompt, compression, max_tokens, **sampling) -> Generation:
-    config = RunnerConfig(max_len=len(prompt) + max_tokens)
-    blocks = plan_blocks(model.config, config, compression, len(prompt), max_tokens)
-    eos = tuple(model.tokenizer.eos_ids)
-    runner = Runner(model.config, model.params, config, compression, num_blocks=blocks, eos_ids=eos)
+def run(model, prompt, compression, max_tokens, **sampling) -> RequestOutput:
+    sizes = EngineConfig(max_batch=1, max_len=len(prompt) + max_tokens, pool_tokens=2048)
+    llm = LLM(model, compression, sizes)
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    generation = Generation(runner, model.tokenizer, np.asarray(prompt, np.int32), params)
-    assert "".join(generation) == generation.text
-    check_invariants(runner.cache)
-    return generation
+    outputs = list(llm.stream(prompt, params))
+    assert "".join(output.new_text for output in outputs) == outputs[-1].text
+    assert_empty(llm)
+    return outputs[-1]
 
 
 def test_paged_decode_gives_transformers_tokens(model):
     golden = np.load(REPOSITORY / "tests" / "golden" / "smollm2.npz")
     expected = golden["greedy"].tolist()
-    full = CompressionConfig(method="full")
-    found = run(model, golden["tokens"], full, len(expected), ignore_eos=True)
-    assert found.tokens == expected
+    found = run(model, golden["tokens"].tolist(), FULL, len(expected), ignore_eos=True)
+    assert list(found.token_ids) == expected
 
 
 def test_a_quarter_of_the_cache_still_knows_the_answer(model):
@@ -42,8 +47,37 @@ def test_a_quarter_of_the_cache_still_knows_the_answer(model):
     prompt += model.tokenizer.encode("The pass key is")
     found = run(model, prompt, CompressionConfig(rate=4, window=4), 8)
     assert "71432" in found.text
-    prefill = found.prefill
-    assert prefill is not None
-    assert prefill.kvs_before / prefill.kvs_after >= 4
-    assert prefill.shortfall == 0
-    assert prefill.kept.min() < prefill.kept.max() / 2
+    kept = found.stats.kept
+    assert kept is not None
+    assert len(prompt) * kept.size / kept.sum() >= 4
+    assert found.stats.shortfall == 0
+    assert kept.min() < kept.max() / 2
+
+
+@pytest.mark.slow
+def test_a_long_prompt_peaks_below_its_full_cache(monkeypatch):
+    length, compression = 32_000, CompressionConfig(rate=8)
+    config = MODELS["smollm2-135m"].config
+    model = LoadedModel(config, init_params(config, "float32", stacked=False), ByteTokenizer(), "")
+    sizes = EngineConfig(max_batch=1, max_len=length + 64, prefill_chunk=4096, prefill_scratch=4096)
+    pool = pool_tokens_for(config, sizes, compression, length, 64)
+    llm = LLM(model, compression, dataclasses.replace(sizes, pool_tokens=pool))
+    temporaries = {}
+
+    def compile_only(worker, key, step, *args):
+        memory = step.lower(*args).compile().memory_analysis()
+        temporaries[key[0]] = memory.temp_size_in_bytes
+        raise InterruptedError
+
+    monkeypatch.setattr(Worker, "_run", compile_only)
+    llm.add_request(np.zeros(length, np.int32), SamplingParams(max_tokens=64))
+    with pytest.raises(InterruptedError):
+        llm.step()
+    request = llm.scheduler.prefilling
+    assert request is not None
+    with pytest.raises(InterruptedError):
+        llm.worker.compress([0], [1], request.method, 1 << 20, length)
+    assert temporaries.keys() == {"chunk", "compress"}
+    full = length * config.num_layers * config.num_kv_heads * 2 * config.head_dim * 4
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.worker.cache))
+    assert held + max(temporaries.values()) < 0.7 * full

@@ -27,9 +27,9 @@ def abstract(tree) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def visit(method: str, num_top: int | None = None) -> tuple:
+def visit(method: str, num_top: int | None = None, stacked: bool = True) -> tuple:
     run = partial(visits.decode_visit, MODEL, get_method(method), 4, num_top)
-    params = abstract_params(MODEL, jnp.float32)
+    params = abstract_params(MODEL, jnp.float32, stacked)
     state = abstract(visits.init_slots(SHAPES.S))
 
     def step(cache, params, state, slots, limit, eos):
@@ -63,6 +63,7 @@ def empty() -> tuple:
     ("step", "arguments"),
     [
         (visit, ("full",)),
+        (visit, ("full", None, False)),
         (visit, ("kv-compress-continual", 20)),
         (admit, (None,)),
         (admit, ("kv-compress",)),

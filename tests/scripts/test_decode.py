@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,19 +94,15 @@ def test_chunks_and_triggers_can_be_combined(tiny):
     assert result["peak_blocks"] < result["blocks_before"]
 
 
-def test_a_full_pool_ends_the_text_and_keeps_it(tiny):
-    code, out, err = tiny(
-        *("--json", "--max-cache-tokens", 64, "--pool-tokens", 64, "--max-new-tokens", 200),
-        *(
-            "--protected",
-            60,
-        ),
-    )
+def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
+    arguments = ("--max-cache-tokens", 64, "--max-new-tokens", 200)
+    code, _, err = tiny(*arguments, "--pool-tokens", 64)
     assert code == 2
-    result = json.loads(out)
-    assert result["finish_reason"] == "pool"
-    assert 1 <= result["generated_tokens"] < 200
-    assert "--pool-tokens" in err.splitlines()[-1]
+    size = re.search(r"give a pool of (\d+) tokens", err.splitlines()[-1])
+    assert size is not None
+    code, out, _ = tiny(*arguments, "--pool-tokens", size[1], "--json")
+    assert code == 0
+    assert json.loads(out)["generated_tokens"] == 200
 
 
 @pytest.mark.parametrize(
@@ -123,12 +120,12 @@ def test_a_full_pool_ends_the_text_and_keeps_it(tiny):
         (("--prompt", "x", "--prompt-file", "y"), "give one of them"),
         (("--prompt", "x" * 3000), "is 2048: shorten the prompt to 2036 tokens"),
         (("--pool-tokens", "16", "--rate", "2"), "needs"),
-        (("--pool-tokens", "0"), "--pool-tokens 0"),
+        (("--pool-tokens", "0"), "pool_tokens 0"),
         (("--block-size", "12"), "power of two"),
         (("--max-new-tokens", "0"), "max_tokens 0"),
         (("--temperature", "-1"), "temperature -1.0"),
         (("--top-p", "2"), "top_p 2.0"),
-        (("--prefill-chunk", "8"), "prefill_chunk 8"),
+        (("--prefill-chunk", "8"), "prefill_chunk of 8"),
         (("--plot", "/no/such/folder/kept.png"), "no such folder"),
         (("--plot", "kept.nonsense"), "kept.nonsense"),
         (("--compress-every", "0"), "compress_every 0"),

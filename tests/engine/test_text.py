@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.engine.generate import StopStrings
+from kvjax.engine.text import StopStrings
 
 
 def feed(stop, pieces):
