@@ -27,7 +27,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli import ArgumentParser, Progress, run_script
+from kvjax.cli import (
+    ArgumentParser,
+    Progress,
+    add_model_options,
+    check_model_options,
+    load_chosen_model,
+    run_script,
+)
 from kvjax.errors import UserError
 
 TOPIC = "debugger"
@@ -40,24 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model", help="name of a model (what --weights holds; without both, smollm2-135m)"
-    )
-    model.add_argument(
-        "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
-    )
-    model.add_argument(
-        "--dummy-weights", action="store_true", help="random weights of the true shapes"
-    )
-    model.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and cache (float32 on CPU, else bfloat16)",
-    )
-    model.add_argument(
-        "--context-length", type=int, help="most tokens, instead of the model's own limit"
-    )
+    add_model_options(parser.add_argument_group("model"))
 
     prompt = parser.add_argument_group("prompt (default: a chapter of the Python documentation)")
     prompt.add_argument("--prompt", help="the text itself")
@@ -252,13 +242,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     progress = Progress()
     start = time.perf_counter()
-    import jax
     import numpy as np
 
     from kvjax.cache import CompressionConfig
     from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
     from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.models import get_model_entry, load_model
 
     # What can be refused without a model is refused before one is loaded.
     rate = options.rate
@@ -285,22 +273,14 @@ def main(arguments: list[str] | None = None) -> int:
         stop=tuple(options.stop),
         ignore_eos=options.ignore_eos,
     )
-    if options.model is not None:
-        get_model_entry(options.model)
+    check_model_options(options)
     read = read_prompt(options)
     options.prompt, options.prompt_file, options.question = read[0], None, read[1]
     if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
         raise UserError(f"--plot {options.plot}: there is no such folder")
     enable_compilation_cache()
 
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = load_model(
-        options.model,
-        weights=options.weights,
-        dummy_weights=options.dummy_weights,
-        dtype=dtype,
-        progress=progress,
-    )
+    model, _ = load_chosen_model(options, progress)
     seconds = {"load": time.perf_counter() - start}
     prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
     limit = options.context_length or model.config.max_position_embeddings
@@ -326,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
             model.config, config, compression, len(prompt), sampling.max_tokens
         )
         config = dataclasses.replace(config, pool_tokens=tokens)
-    llm = LLM(model, compression, config, cache_dtype=dtype)
+    llm = LLM(model, compression, config)
     name = llm.add_request(prompt, sampling)
     progress("compile and prefill")
     output, status, text_to = None, 0, sys.stderr if options.json else sys.stdout
