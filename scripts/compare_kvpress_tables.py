@@ -195,6 +195,13 @@ class _Grid:
         ids = [id for id in own if id in full and own[id][name] is not None]
         return [own[id][name] for id in ids], [full[id][name] for id in ids]
 
+    def by_rate(self, task: str, method: str) -> str:
+        """Means of a task's score at every rate, in one cell."""
+        found = [self.both(task, method, rate, "score")[0] for rate in self.rates()]
+        if not any(found):
+            return "–"
+        return " / ".join(f"{100 * np.mean(own):.0f}" if own else "–" for own in found)
+
     def share(self, method: str, rate: float) -> Interval | None:
         """Mean of all tasks; None if a task lacks rows."""
         groups = [self.both(task, method, rate, "score") for task in self.tasks]
@@ -226,15 +233,18 @@ def summary_tables(results: Sequence[Result], reference: str) -> list[str]:
         if len(grid.tasks) > 1:
             lines += [f"% of the full cache, mean of {', '.join(grid.tasks)}, `{protocol}`:", ""]
             lines += table(lambda name, rate, grid=grid: _shown(grid.share(name, rate), 0, 100))
-        for task in grid.tasks:
-            prompts = len(grid.both(task, FULL, 1.0, "score")[0])
-            full = 100 * np.mean(grid.both(task, FULL, 1.0, "score")[0])
-            lines += [f"{task}, `{protocol}`, {prompts} prompts, full cache {full:.0f}:", ""]
-
-            def score(name: str, rate: float, grid=grid, task=task) -> str:
-                return _shown(bootstrap(grid.both(task, name, rate, "score")[0]), 0, 100)
-
-            lines += table(score)
+        if grid.tasks:
+            lines += [f"Score × 100 at {' / '.join(head[1:])}, `{protocol}`:", ""]
+            columns = {}
+            for task in grid.tasks:
+                _, full = grid.both(task, FULL, 1.0, "score")
+                title = f"{task} ({len(full)} prompts, full cache {100 * np.mean(full):.0f})"
+                columns[title] = task
+            rows = [
+                [shown, *(grid.by_rate(task, name) for task in columns.values())]
+                for name, shown in names.items()
+            ]
+            lines += [*_table(["method", *columns], [r for r in rows if set(r[1:]) != {"–"}]), ""]
         for task in grid.texts:
             prompts = len(grid.both(task, FULL, 1.0, "nll")[0])
             lines += [f"KL to the full cache, {task}, `{protocol}`, {prompts} prompts:", ""]

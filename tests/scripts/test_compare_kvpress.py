@@ -192,6 +192,8 @@ def test_the_summary_has_a_line_per_method_and_a_column_per_rate(tables, work, r
     assert "mean of needle, fact, `prompt`" in page
     assert "| kvpress snapkv | 50 [50, 50] |" in page
     assert "| `snapkv-w64-avg5` | 100 [100, 100] |" in page
+    assert "| needle (3 prompts, full cache 100) | fact (3 prompts, full cache 100) |" in page
+    assert "| kvpress snapkv | 0 | 100 |" in page
     assert "| kvpress snapkv | 1.500 [1.000, 2.000] |" in page
     # The full cache fails there: nothing follows.
     assert "weak" not in page
