@@ -38,7 +38,8 @@ def prefill_attention(
     prefix: Prefix | None = None,
     scale: float | None = None,
     implementation: str | None = None,
-) -> Float[Array, "T Hr d"]:
+    return_log_sum: bool = False,
+) -> Float[Array, "T Hr d"] | tuple[Float[Array, "T Hr d"], Float[Array, "Hr T"]]:
     """Causal attention of a prompt in memory linear in its length.
 
     Args:
@@ -49,6 +50,7 @@ def prefill_attention(
         scale: factor of the logits, 1/√d by default.
         implementation: "cudnn" (NVIDIA GPUs), "splash" (TPUs) or "xla"; None picks by device and
             shape (`kvjax.kernels.explain` says which and why).
+        return_log_sum: also return the log-sum-exp of each query's logits, float32 (static).
 
     Raises:
         ValueError: an argument does not fit, or the implementation asked for is unknown or does not
@@ -60,7 +62,7 @@ def prefill_attention(
     if name == "cudnn":
         from kvjax.kernels.prefill_attention import cudnn
 
-        if prefix is None:
+        if prefix is None and not return_log_sum:
             return cudnn.attention(q, k, v, scale)
         part = cudnn.causal(q, k, v, scale)
         over_prefix = cudnn.over_prefix
@@ -73,7 +75,8 @@ def prefill_attention(
     if prefix is not None:
         before = over_prefix(q, prefix.k, prefix.v, prefix.length, scale)
         part = reference.merged(part, before)
-    return reference.normalised(part, v.dtype)
+    out = reference.normalised(part, v.dtype)
+    return (out, reference.log_sum(part)) if return_log_sum else out
 
 
 def choice(

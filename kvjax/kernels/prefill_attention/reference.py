@@ -132,6 +132,12 @@ def merged(first: Partial, second: Partial) -> Partial:
     return out, top, first[2] * a + second[2] * b
 
 
+def log_sum(part: Partial) -> Float[Array, "Hr T"]:
+    """The log-sum-exp of each query's logits; −∞ for one that sees no key."""
+    _, top, total = part
+    return (top + jnp.log(total)).reshape(-1, top.shape[-1])
+
+
 def normalised(part: Partial, dtype) -> Float[Array, "T Hr d"]:
     """The attention output, [T, H·r, d]."""
     out, _, total = part

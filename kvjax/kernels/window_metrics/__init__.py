@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.checks import check_dtype, check_prompt, wanted
-from kvjax.kernels.window_metrics import reference
+from kvjax.kernels.window_metrics import reference, tiles
 
 QUERY_BLOCK = 1024
 """Most queries whose attention rows exist at once: memory stays linear in the keys."""
@@ -24,6 +24,7 @@ def window_metrics(
     excluded_distance: int = 0,
     query_weight: Float[Array, " w"] | None = None,
     above: float | None = None,
+    log_sum: Float[Array, "Hr w"] | None = None,
     scale: float | None = None,
     query_block: int | None = None,
 ) -> Float[Array, "Hr T"]:
@@ -42,6 +43,9 @@ def window_metrics(
         query_weight: what each query counts; 1 by default.
         above: count the queries that give a key at least this times an even share, 1 / keys seen,
             in place of summing p.
+        log_sum: log-sum-exp of each query's logits over all keys it sees, where the last w keys
+            are those of the queries, in order: `prefill_attention` returns it. One pass over the
+            logits suffices then. Without effect on `above`.
         scale: factor of the logits, 1/√d by default.
         query_block: queries handled at once (static); by default as many as memory allows.
 
@@ -50,6 +54,23 @@ def window_metrics(
     """
     _checked(q, k, query_position, key_position, power, query_block)
     key_position, query_block = _defaults(q, k, key_position, query_block)
+    scale = 1 / math.sqrt(k.shape[-1]) if scale is None else scale
+    if log_sum is not None and above is None:
+        if log_sum.shape != (q.shape[1], q.shape[0]):
+            raise wanted("log_sum shape", list(log_sum.shape), [q.shape[1], q.shape[0]])
+        if q.shape[0] > k.shape[0]:
+            raise wanted("q shape", list(q.shape), f"at most {k.shape[0]} queries with log_sum")
+        return tiles.window_metrics(
+            q,
+            k,
+            log_sum=log_sum,
+            query_position=query_position,
+            key_position=key_position,
+            power=power,
+            excluded_distance=excluded_distance,
+            query_weight=query_weight,
+            scale=scale,
+        )
     return reference.window_metrics(
         q,
         k,
@@ -59,7 +80,7 @@ def window_metrics(
         excluded_distance=excluded_distance,
         query_weight=query_weight,
         above=above,
-        scale=1 / math.sqrt(k.shape[-1]) if scale is None else scale,
+        scale=scale,
         query_block=query_block,
     )
 
