@@ -4,6 +4,7 @@ Source: KV-Compress, section 4.2.2, equations 13–18.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.paged import blocks_for
@@ -52,6 +53,26 @@ def select_blocks(
     threshold = jnp.take_along_axis(prices, jnp.maximum(blocks - 1, 0)[..., None], -1)[..., 0]
     threshold = jnp.where(blocks > 0, threshold, -jnp.inf)
     return blocks, count, threshold, jnp.maximum(evict, 0) - taken
+
+
+def kth_smallest(keys: Float[Array, "*rows T"], k: Int32[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """The k-th smallest float32 key of each row (k from 1 on), without sorting the row.
+
+    Its 32 bits are settled one by one, by counting the keys below.
+    """
+    bits = lax.bitcast_convert_type(keys.astype(jnp.float32) + 0.0, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    # Unsigned numbers in the order of the floats.
+    ordered = jnp.where(bits & sign, ~bits, bits | sign)
+
+    def settle(i, found):
+        trial = found | (sign >> i.astype(jnp.uint32))
+        below = jnp.sum(ordered < trial[..., None], axis=-1, dtype=jnp.int32)
+        return jnp.where(below < k, trial, found)
+
+    found = lax.fori_loop(0, 32, settle, jnp.zeros(keys.shape[:-1], jnp.uint32))
+    found = jnp.where(found & sign, found ^ sign, ~found)
+    return lax.bitcast_convert_type(found, jnp.float32)
 
 
 def smallest(

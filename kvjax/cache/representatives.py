@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from kvjax.cache.keys import page_sums
 from kvjax.cache.methods.base import Method, Representatives
-from kvjax.cache.prices import smallest
+from kvjax.cache.prices import kth_smallest, smallest
 
 CENTROIDS_AT_ONCE = 64
 """Centroids that every key is compared with at a time."""
@@ -105,8 +105,7 @@ def _layer(
 
 def _lowest(keys: Float[Array, "*rows T"], count: Int32[Array, "*rows"]) -> Bool[Array, "*rows T"]:
     """Marks the `count` smallest keys of each row, ties by index."""
-    at = jnp.maximum(count - 1, 0)[..., None]
-    last = jnp.take_along_axis(jnp.sort(keys, axis=-1), at, axis=-1)[..., 0]
+    last = kth_smallest(keys, count)
     return smallest(keys, count, jnp.where(count > 0, last, -jnp.inf))
 
 
@@ -172,7 +171,7 @@ def _one_per_bin(
         order = jnp.argsort(jnp.where(candidate, position, last))
         first = jnp.concatenate([jnp.ones(1, bool), page[order][1:] != page[order][:-1]])
         leader = candidate & jnp.zeros(num_keys, bool).at[order].set(first)
-    order = jnp.lexsort((position, distance, ~leader))
+    order = jnp.lexsort((position, jnp.where(leader, distance, jnp.inf)))
     rank = jnp.arange(num_keys, dtype=jnp.uint32)
     amount = jnp.sum(leader, dtype=jnp.uint32)
     wanted = jnp.minimum(bins.astype(jnp.uint32), amount)
