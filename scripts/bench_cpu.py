@@ -1,8 +1,8 @@
 """What the engine costs on a CPU, as ratios against a peer or a bound measured in the same run.
 
 Decode and prefill of SmolLM2-135M's shapes in float32 against Hugging Face transformers on the
-same cores, the share of a prompt's prefill that compression takes, how metrics and eviction grow
-with the prompt, and the bytes that the cache holds afterwards.
+same cores, the share of a prompt's prefill that compression takes, by method too, how metrics and
+eviction grow with the prompt, and the bytes that the cache holds afterwards.
 
     python scripts/bench_cpu.py --peer-python ~/torch/bin/python --json bench.json
     python scripts/bench_cpu.py --only compression scaling
@@ -36,7 +36,21 @@ from kvjax.errors import UserError
 from kvjax.kernels import window_metrics
 from kvjax.models import load_model
 
-SECTIONS = ("peer", "compression", "scaling")
+SECTIONS = ("peer", "compression", "methods", "scaling")
+METHODS = (
+    "full",
+    "random",
+    "streaming-llm",
+    "snapkv",
+    "pyramidkv-exact",
+    "kv-compress",
+    "kv-compress-w32-l2",
+    "kv-compress-full-l2",
+    "h2o",
+    "kvcrush:snapkv",
+    "kmeans:snapkv",
+)
+"""Of the section "methods"."""
 PEER = Path(__file__).with_name("bench_cpu_peer.py")
 
 
@@ -158,6 +172,41 @@ def measure_compression(model: Any, rate: float, repeats: int, progress: Progres
     }
 
 
+def measure_methods(model: Any, rate: float, repeats: int, progress: Progress) -> dict:
+    """What methods add to a 2 k-token prompt and 128 tokens after it, against the full cache.
+
+    Rounds over all methods, the least of each, so that a machine that slows down slows all.
+    """
+    length, new_tokens = 2048, 128
+    prompt = prompt_of(model, length)
+    engines = {}
+    for method in METHODS:
+        compression = CompressionConfig(method=method, rate=None if method == "full" else rate)
+        engines[method] = make_llm(model, compression, length)
+    found: dict[str, dict[str, float]] = {}
+    for _ in range(repeats + 1):
+        for method, llm in engines.items():
+            progress(f"prefill and choice, {method}")
+            seconds, _ = measure_prompt(llm, prompt, 1)
+            known = found.setdefault(method, seconds)
+            found[method] = {phase: min(x, known[phase]) for phase, x in seconds.items()}
+    for method, llm in engines.items():
+        progress(f"decode, {method}")
+        before = phase_seconds(llm, "decode")
+        llm.generate([prompt], SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+        found[method]["decode"] = phase_seconds(llm, "decode") - before
+    full = found["full"]
+    for method, row in found.items():
+        row["observing_share_of_prefill"] = row["prefill"] / full["prefill"] - 1
+        # Writing the whole cache is no choice, so what it takes is left in.
+        row["choosing_share_of_prefill"] = row["compress"] / full["prefill"]
+        base = found.get(method.partition(":")[2])
+        if base is not None:
+            total = sum(row[phase] for phase in ("prefill", "compress", "decode"))
+            row["share_of_latency_over_base"] = (row["compress"] - base["compress"]) / total
+    return {"length": length, "new_tokens": new_tokens, "rate": rate, "methods": found}
+
+
 def measure_scaling(model: Any, repeats: int, progress: Progress) -> list[dict]:
     """Seconds of one layer's window metrics and of a whole eviction, by prompt length."""
     config, rows = model.config, []
@@ -239,6 +288,8 @@ def main(arguments: list[str] | None = None) -> int:
         result["peer"] = compare_with_peer(options, model, progress)
     if "compression" in options.only:
         result["compression"] = measure_compression(model, options.rate, options.repeats, progress)
+    if "methods" in options.only:
+        result["methods"] = measure_methods(model, options.rate, options.repeats, progress)
     if "scaling" in options.only:
         result["scaling"] = measure_scaling(model, options.repeats, progress)
     progress.clear()
