@@ -113,8 +113,9 @@ def tolerance(name: str, p: Problem) -> tuple[float, float]:
     return max(1.0, float(np.abs(v).max())) * (rounding + 2 * logit), 4 * logit + 1e-6
 
 
-def run_xla(p: Problem, with_metric: bool):
-    return reference.paged_attention(*p.arguments, scale=p.scale, **p.statistic(with_metric))
+def run_xla(p: Problem, with_metric: bool, rows: int | None = None):
+    statistic = p.statistic(with_metric)
+    return reference.paged_attention(*p.arguments, scale=p.scale, rows_at_once=rows, **statistic)
 
 
 def run_tpu(p: Problem, with_metric: bool, interpret: bool | pltpu.InterpretParams = True):

@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.kernels.paged_attention import spec
-from tests.kernels.paged import IMPLEMENTATIONS, assert_exact, problem, tolerance
+from tests.kernels.paged import IMPLEMENTATIONS, assert_exact, problem, run_xla, tolerance
 
 BASE = spec.Shape(2, 2, 4, 128, 0, 16, 12)
 RAGGED = [[0, 70], [1, 190]]
@@ -125,6 +126,16 @@ def drawn(draw, dtypes=spec.DTYPES, longest: int = 300):
         )
     )
     return lengths, shape, draw(st.integers(0, 2**16))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("case", ["ragged", "many short heads"])
+def test_how_many_heads_come_at_once_changes_nothing(case: str, rows: int) -> None:
+    lengths, shape = CASES[case]
+    p = problem(lengths, dataclasses.replace(shape, dtype="float32"))
+    together, few = run_xla(p, True), run_xla(p, True, rows)
+    for one, other in zip(together, few, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=5, deadline=None)

@@ -72,7 +72,7 @@ def paged_attention(
 
         out, metric = tpu.paged_attention(*arguments, c=chosen.config, **statistic)
     else:
-        out, metric = reference.paged_attention(*arguments, scale=chosen.config, **statistic)
+        out, metric = reference.paged_attention(*arguments, **chosen.config, **statistic)
     out = out.astype(q.dtype)
     return out if metric is None else (out, metric)
 
@@ -126,7 +126,12 @@ def _choose(
 
         return tpu.config(shape, scale=scale, keep_logits=return_metric)
 
-    candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": lambda _: scale}
+    def xla(where: Device):
+        # Elsewhere every round of a loop is a launch, and unused lanes are cheap.
+        rows = reference.ROWS_ON_CPU if where.platform == "cpu" else None
+        return {"scale": scale, "rows_at_once": rows}
+
+    candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
     return choose(implementation, candidates, argument)
 
 
