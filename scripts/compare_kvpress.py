@@ -421,13 +421,16 @@ def compare(
         print(f"logits after {rows[0][0].id}: largest difference {difference:.2g}", file=sys.stderr)
         try:
             run(evaluator, rows, protocols, variants_of(methods, rates), file, progress)
-            pairs = sum(
-                1 + (PRESSES[press].like in methods and PRESSES[press].like != options.reference)
-                for press in presses
+            kept = dict.fromkeys(methods, 0)
+            wanted = [(p, n) for p in presses for n in budgets(p, options.reference, kept)]
+            lacking = sum(
+                not file.has((row.id, protocol, peer_method(press, name), rate))
+                for row, _ in rows
+                for protocol in protocols
+                for rate in rates
+                for press, name in wanted
             )
-            total = len(rows) * len(protocols) * len(rates) * pairs
-            theirs = sum(r["method"].startswith("kvpress:") for r in file.results)
-            say = TimeLeft(progress, max(1, total - theirs))
+            say = TimeLeft(progress, max(1, lacking))
             run_peer(options, evaluator, rows, protocols, rates, presses, file, peer, say)
         except KeyboardInterrupt:
             status = 130
