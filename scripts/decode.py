@@ -61,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     cache = parser.add_argument_group("cache")
     cache.add_argument("--rate", type=float, help="compression rate (8, if no size is given)")
     cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs to keep")
-    cache.add_argument("--method", default="kv-compress", help="compression method (%(default)s)")
+    cache.add_argument("--method", default="shared-reads", help="compression method (%(default)s)")
     cache.add_argument("--window", type=int, help="observation window, in queries")
     cache.add_argument("--protected", type=int, help="newest tokens that are never evicted")
     cache.add_argument("--sinks", type=int, help="oldest tokens that are never evicted")

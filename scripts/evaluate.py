@@ -36,7 +36,7 @@ from kvjax.errors import UserError
 
 QUICK = {
     "tasks": "needle,passkey,fact,kv",
-    "methods": "random,streaming-llm,h2o,snapkv,pyramidkv-exact,ada-snapkv,tova,kv-compress,"
+    "methods": "random,streaming-llm,h2o,snapkv,pyramidkv-exact,ada-snapkv,tova,kv-compress,shared-reads,"
     "kvcrush:snapkv",
     "rates": "4,16,64",
     "length": "512",
@@ -45,7 +45,7 @@ QUICK = {
 """What --quick stands for: one method of each family."""
 USUAL = {
     "tasks": "needle,passkey,fact,kv",
-    "methods": "kv-compress",
+    "methods": "shared-reads",
     "rates": "2,4,8,16,32,64",
     "length": "1024",
     "rows": 10,

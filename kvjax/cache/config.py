@@ -17,7 +17,7 @@ class CompressionConfig:
     length of its prompt.
     """
 
-    method: str = "kv-compress"
+    method: str = "shared-reads"
     rate: float | None = None
     """Compression rate: keep about 1/rate of the prompt's KVs, and never fewer than `floor`."""
     max_cache_tokens: int | None = None

@@ -61,6 +61,24 @@ def pool_metric_at(
     return jnp.take_along_axis(pooled, back[:, None], axis=-1)
 
 
+def fading_pool(
+    metric: Float[Array, "*rows T"], ahead: int, fade: float
+) -> Float[Array, "*rows T"]:
+    """The largest of each key's metric and those of the `ahead` keys before it, faded.
+
+    Args:
+        metric: metrics (≥ 0) of keys at consecutive positions.
+        ahead: how far a key's metric reaches towards later keys.
+        fade: factor for every key of distance.
+    """
+    pooled = metric
+    for distance in range(1, min(ahead, metric.shape[-1] - 1) + 1):
+        pad = ((0, 0),) * (metric.ndim - 1) + ((distance, 0),)
+        before = jnp.pad(metric[..., :-distance], pad)
+        pooled = jnp.maximum(pooled, before * jnp.float32(fade**distance))
+    return pooled
+
+
 def reduce_group(
     metric: Float[Array, "*rows r T"], reduction: GroupReduction
 ) -> Float[Array, "*rows T"]:

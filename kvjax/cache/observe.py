@@ -13,11 +13,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from kvjax.cache.methods import Method, Observation
-from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
+from kvjax.cache.metrics import fading_pool, pool_metric, pool_metric_at, reduce_group
 from kvjax.kernels import hit_intervals, window_metrics
 
+BACKGROUND_QUERIES = 64
+"""Queries that `Observation.background` samples."""
 BACKGROUND_DISTANCE = 10
-"""Tokens between a key and the queries of `Observation.background`, as in KV-Compress, full."""
+"""Tokens between a key and those of them that count, as in KV-Compress, full."""
+BACKGROUND_LEAST = 1 / 20
+"""The mean is over at least this share of them, so that few queries cannot lift the newest KVs."""
+READ = 1e4
+"""Metric of a token that all heads keep: more than any attention, and small enough that whole
+numbers above it are exact."""
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -29,6 +36,36 @@ class Observed:
     metric: Float[Array, "*L H T"]
     votes: Float[Array, "*L H r T"] | None = None
     """The metric of each query head by itself."""
+    window: Float[Array, "*L H n T"] | None = None
+    """What each of the last n queries gives, the newest first, for `Observation.reads`."""
+    position: Int32[Array, "*L H T"] | None = None
+    """Token position of each KV, −1 for none, where these are not 0 … T−1."""
+
+
+def unobserved(
+    method: Method, heads: tuple[int, int, int], num_kvs: int, *, chunk: bool = False
+) -> Float[Array, "L H T"] | Observed:
+    """Room for what `observe_prompt` (or `observe_chunk`) returns of every layer.
+
+    Args:
+        method: the method (static).
+        heads: L, H and r.
+        num_kvs: T.
+        chunk: for `observe_chunk`.
+    """
+    num_layers, num_heads, group = heads
+    metric = jnp.zeros((num_layers, num_heads, num_kvs), jnp.float32)
+    observation, votes = method.observation, method.votes and not chunk
+    reads = None if observation is None else observation.reads
+    if reads is None and not votes:
+        return metric
+    row = (num_layers, num_heads)
+    return Observed(
+        metric,
+        jnp.zeros((*row, group, num_kvs), jnp.float32) if votes else None,
+        None if reads is None else jnp.zeros((*row, reads.queries, num_kvs), jnp.float32),
+        jnp.full(metric.shape, -1, jnp.int32) if reads is not None and chunk else None,
+    )
 
 
 def _window(
@@ -143,7 +180,39 @@ def _received(
     return received.reshape(k.shape[1], -1, k.shape[0])
 
 
-def _background(
+def _by_age(
+    observation: Observation,
+    q: Float[Array, "T Hr d"],
+    k: Float[Array, "P H d"],
+    start: Int32[Array, ""],
+    length: Int32[Array, ""],
+    key_position: Int32[Array, "P H"] | None,
+) -> tuple[Float[Array, "H n P"], Float[Array, "H r P"]]:
+    """What each of the last n queries gives, the newest first; all of the window, decayed."""
+    window, reads = observation.window, observation.reads
+    assert window is not None
+    assert reads is not None
+    index = length - 1 - jnp.arange(window, dtype=jnp.int32)
+
+    def one(query, position):
+        return window_metrics(
+            query[None],
+            k,
+            query_position=position[None],
+            key_position=key_position,
+            power=observation.power,
+            excluded_distance=observation.excluded_distance,
+        )
+
+    # Zeros from queries that a short prompt lacks.
+    given = jax.vmap(one)(q[jnp.maximum(index, 0)], jnp.where(index >= 0, start + index, -1))
+    given = given.reshape(window, k.shape[1], -1, k.shape[0])
+    decay = jnp.float32(observation.query_decay) ** jnp.arange(window, dtype=jnp.float32)
+    received = jnp.sum(given * decay[:, None, None, None], axis=0)
+    return jnp.swapaxes(jnp.max(given[: reads.queries], axis=2), 0, 1), received
+
+
+def background(
     observation: Observation,
     q: Float[Array, "T Hr d"],
     k: Float[Array, "P H d"],
@@ -151,17 +220,86 @@ def _background(
     length: Int32[Array, ""],
     key_position: Int32[Array, "P H"] | None,
 ) -> Float[Array, "H P"]:
-    """`Observation.background` of every key."""
-    index = jnp.arange(q.shape[0], dtype=jnp.int32)
+    """`Observation.background` of every key: what text in general, not the question, reads.
+
+    The sample is half the last 32 queries, half 32 evenly spaced ones. A query counts for the keys
+    at least 10 tokens before it; their mean, over at least a 20th of the sample, is taken.
+
+    Args:
+        observation: the observation (static).
+        q: queries of the prompt, or of its last chunk.
+        k: keys.
+        start: position of the first query.
+        length: queries; those from `length` on are padding.
+        key_position: token position of each key, −1 for none; 0 … P−1 if None.
+    """
+    half = BACKGROUND_QUERIES // 2
+    i = jnp.arange(half, dtype=jnp.int32)
+    # Of short prompts some come twice and some (−1 here) are missing.
+    spaced = (i + 1) * (length // half) + (i + 1) * (length % half) // half - 1
+    index = jnp.concatenate([spaced, length - half + i])
+    position = jnp.where(index >= 0, start + index, -1)
     received = window_metrics(
-        q,
+        q[jnp.maximum(index, 0)],
         k,
-        query_position=jnp.where(index < length, start + index, -1),
+        query_position=position,
         key_position=key_position,
         excluded_distance=BACKGROUND_DISTANCE,
     )
-    received = received.reshape(k.shape[1], -1, k.shape[0])
-    return observation.background * jnp.sum(received, axis=1)
+    received = jnp.sum(received.reshape(k.shape[1], -1, k.shape[0]), axis=1)
+    if key_position is None:
+        key_position = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+    watched = position[:, None, None] - key_position.T >= BACKGROUND_DISTANCE
+    watched = jnp.sum(watched & (position >= 0)[:, None, None], axis=0, dtype=jnp.float32)
+    mean = received / jnp.maximum(watched, BACKGROUND_LEAST * BACKGROUND_QUERIES)
+    return observation.background * mean
+
+
+def keep_reads(
+    method: Method,
+    observed: Float[Array, "L H T"] | Observed,
+    seq_len: Int32[Array, ""] | int,
+    num_positions: int,
+) -> Float[Array, "L H T"] | Observed:
+    """What was observed of all layers, with `Observation.reads` put first in every head.
+
+    Args:
+        method: the method (static).
+        observed: what `observe_prompt` or `observe_chunk` returned of each layer, stacked.
+        seq_len: tokens of the prompt so far.
+        num_positions: more than any token position (static).
+
+    Returns:
+        The metrics; as `Observed` only where a method needs more (`Method.votes`).
+    """
+    reads = method.observation.reads if method.observation is not None else None
+    if reads is None:
+        return observed
+    assert isinstance(observed, Observed)
+    assert observed.window is not None
+    if observed.position is None:
+        given = jnp.max(observed.window, axis=(0, 1))
+    else:
+        at = jnp.where(observed.position >= 0, observed.position, num_positions)
+        by_query = jnp.moveaxis(observed.window, 2, 0)
+        given = jnp.zeros((by_query.shape[0], num_positions), jnp.float32)
+        given = jax.vmap(lambda row, value: row.at[at].max(value, mode="drop"))(given, by_query)
+    token = jnp.arange(given.shape[1], dtype=jnp.int32)
+    counts = (token >= reads.oldest) & (token < seq_len - reads.newest)
+    given = jnp.where(counts, given, 0)
+    assert method.observation is not None
+    read = given[0]
+    for age in range(1, min(given.shape)):
+        moved = jnp.pad(given[age, :-age], (age, 0))
+        read = read + moved * jnp.float32(method.observation.query_decay**age)
+    read = jnp.where(counts, fading_pool(read, reads.ahead, reads.fade), 0)
+    value, top = lax.top_k(read, min(reads.tokens, read.shape[0]))
+    first = READ + reads.tokens - jnp.arange(top.shape[0], dtype=jnp.float32)
+    least = (reads.weight * read).at[top].set(jnp.where(value > 0, first, 0))
+    if observed.position is not None:
+        least = jnp.where(observed.position >= 0, least[jnp.maximum(observed.position, 0)], 0)
+    metric = jnp.maximum(observed.metric, least)
+    return metric if observed.votes is None else Observed(metric, observed.votes)
 
 
 def observe_prompt(
@@ -194,16 +332,18 @@ def observe_prompt(
         position = jnp.broadcast_to(token[:, None], (num_tokens, num_heads))
         return intrinsic_metric(observation, layer, k, position).T
     queries, position, weight = _window(observation, q, jnp.int32(0), length)
-    received = _received(observation, queries, k, position, weight, length - 1, None)
-    window_start = length - queries.shape[0]
+    window_start, window = length - queries.shape[0], None
+    if observation.reads is None:
+        received = _received(observation, queries, k, position, weight, length - 1, None)
+    else:
+        window, received = _by_age(observation, q, k, jnp.int32(0), length, None)
     metric = _joined(observation, received, None, window_start)
     if observation.background:
-        metric = metric + _background(observation, q, k, jnp.int32(0), length, None)
-    if observation.value_norm:
-        metric = metric * jnp.linalg.norm(v.astype(jnp.float32), axis=-1).T
-    if not method.votes:
+        metric = metric + background(observation, q, k, jnp.int32(0), length, None)
+    votes = _pooled(observation, received, None, window_start) if method.votes else None
+    if votes is None and window is None:
         return metric
-    return Observed(metric, _pooled(observation, received, None, window_start))
+    return Observed(metric, votes, window)
 
 
 def observe_chunk(
@@ -217,7 +357,7 @@ def observe_chunk(
     held_k: Float[Array, "H P d"],
     held_position: Int32[Array, "H P"],
     held_v: Float[Array, "H P d"],
-) -> Float[Array, "H P+T"]:
+) -> Float[Array, "H P+T"] | Observed:
     """Eviction metric of what the heads of one layer hold already, and of a chunk after it.
 
     Args:
@@ -246,17 +386,18 @@ def observe_chunk(
     if observation.intrinsic:
         return intrinsic_metric(observation, layer, keys, key_position.T).T
     queries, query_position, weight = _window(observation, q, start, length)
-    now = start + length - 1
-    received = _received(observation, queries, keys, query_position, weight, now, key_position.T)
+    window = None
+    if observation.reads is None:
+        now, at = start + length - 1, key_position.T
+        received = _received(observation, queries, keys, query_position, weight, now, at)
+    else:
+        window, received = _by_age(observation, q, keys, start, length, key_position.T)
     metric = _joined(observation, received, key_position, start + length - queries.shape[0])
     if observation.background:
-        metric = metric + _background(observation, q, keys, start, length, key_position.T)
-    if observation.value_norm:
-        norm = jnp.linalg.norm(v.astype(jnp.float32), axis=-1).T
-        held_norm = jnp.linalg.norm(held_v.astype(jnp.float32), axis=-1)
-        held_norm = jnp.where(held_position >= 0, held_norm, 0)
-        metric = metric * jnp.concatenate([held_norm, norm], axis=1)
-    return metric
+        metric = metric + background(observation, q, keys, start, length, key_position.T)
+    if window is None:
+        return metric
+    return Observed(metric, None, window, key_position)
 
 
 def newest_metric(
@@ -307,12 +448,15 @@ def plain_metric(
 
 __all__ = [
     "Observed",
+    "background",
     "chunk_decay",
     "decay_metrics",
     "grows",
     "intrinsic_metric",
+    "keep_reads",
     "newest_metric",
     "observe_chunk",
     "observe_prompt",
     "plain_metric",
+    "unobserved",
 ]

@@ -30,10 +30,12 @@ from kvjax.cache.observe import (
     chunk_decay,
     decay_metrics,
     grows,
+    keep_reads,
     newest_metric,
     observe_chunk,
     observe_prompt,
     plain_metric,
+    unobserved,
 )
 from kvjax.kernels import Prefix, paged_attention, plan_paged_attention, prefill_attention
 from kvjax.models.config import LlamaConfig
@@ -53,18 +55,36 @@ class PromptKV:
 
 
 def prompt_scratch(
-    config: LlamaConfig, params: nnx.State, num_tokens: int, num_metrics: int
-) -> tuple[Array, Array, Array]:
-    """Room for the keys, values and metrics of all layers, filled layer by layer in place."""
+    config: LlamaConfig,
+    params: nnx.State,
+    method: Method,
+    num_tokens: int,
+    num_held: int | None = None,
+) -> tuple[Array, Array, Array | Observed]:
+    """Room for the keys, values and metrics of all layers, filled layer by layer in place.
+
+    Args:
+        config: the model.
+        params: its parameters.
+        method: what is observed.
+        num_tokens: tokens that run.
+        num_held: KVs that heads may hold before them; None for a whole prompt.
+    """
     layers, heads = config.num_layers, config.num_kv_heads
     dtype = jax.tree.leaves(params)[0].dtype
     kv = jnp.zeros((layers, num_tokens, heads, config.head_dim), dtype)
-    return kv, kv, jnp.zeros((layers, heads, num_metrics), jnp.float32)
+    rows, num_kvs = (layers, heads, config.num_heads // heads), num_tokens + (num_held or 0)
+    return kv, kv, unobserved(method, rows, num_kvs, chunk=num_held is not None)
 
 
 def fill_layer(scratch: tuple[Any, ...], layer: Array, *parts: Any) -> tuple[Any, ...]:
     """The scratch with the parts of one layer filled in."""
     return jax.tree.map(lambda whole, part: whole.at[layer].set(part), scratch, parts)
+
+
+def nothing_observed(room: Array | Observed) -> Array | Observed:
+    """Zeros in place of what is observed of one layer; `room` is that of all."""
+    return jax.tree.map(lambda whole: jnp.zeros(whole.shape[1:], whole.dtype), room)
 
 
 def prefill(
@@ -94,14 +114,11 @@ def prefill(
 
     num_tokens = tokens.shape[0]
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
-    scratch = prompt_scratch(config, params, num_tokens, num_tokens)
-    if method.votes:
-        group = (config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads)
-        votes = jnp.zeros((*group, num_tokens), jnp.float32)
-        scratch = (*scratch[:2], Observed(scratch[2], votes))
+    scratch = prompt_scratch(config, params, method, num_tokens)
     hidden, (k, v, metric), _ = forward(
         config, params, tokens[None], positions[None], attend, scratch
     )
+    metric = keep_reads(method, metric, length, num_tokens)
     last = lax.dynamic_index_in_dim(hidden[0], length - 1, keepdims=False)
     return PromptKV(k, v, metric, length), logits(config, params, last)
 
@@ -184,8 +201,7 @@ def prefill_chunk(
             )
 
         def neither():
-            metric = jnp.zeros((num_heads, num_held + num_tokens), jnp.float32)
-            return jnp.zeros(q.shape, v.dtype), metric
+            return jnp.zeros(q.shape, v.dtype), nothing_observed(scratch[2])
 
         # Always the first. As a branch it is one unit that ends before the next layer begins:
         # unrolled layers would else hold what each of them gathered from the pool to the end, and
@@ -193,9 +209,12 @@ def prefill_chunk(
         out, metric = lax.cond(length > 0, observe_and_attend, neither)
         return fill_layer(scratch, layer, k, v, metric), out[None], None
 
-    scratch = prompt_scratch(config, params, num_tokens, num_held + num_tokens)
+    scratch = prompt_scratch(config, params, method, num_tokens, num_held)
     hidden, (k, v, metric), _ = forward(
         config, params, tokens[None], positions[None], attend, scratch
+    )
+    metric = plain_metric(
+        keep_reads(method, metric, start + length, config.max_position_embeddings)
     )
     held_len = cache.context_len[slot]
     cache, ok = write_prompt(cache, slot, k, v, metric[..., num_held:], length)

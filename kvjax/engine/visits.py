@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedCache, blocks_for, free_blocks, release
 from kvjax.cache.methods import Method
-from kvjax.cache.observe import chunk_decay, grows, observe_chunk, plain_metric
+from kvjax.cache.observe import chunk_decay, grows, keep_reads, observe_chunk, plain_metric
 from kvjax.cache.slots import put_slots, take_slots
 from kvjax.engine import steps
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
@@ -121,15 +121,15 @@ def prefill_part(
             return prefill_attention(q, k, v, prefix=prefix), metric
 
         def neither():
-            metric = jnp.zeros((num_heads, room + num_tokens), jnp.float32)
-            return jnp.zeros(q.shape, v.dtype), metric
+            return jnp.zeros(q.shape, v.dtype), steps.nothing_observed(part[2])
 
         # One unit that ends before the next layer begins, as in `steps.prefill_chunk`.
         out, metric = lax.cond(length > 0, observe_and_attend, neither)
         return steps.fill_layer(part, layer, k, v, metric), out[None], None
 
-    part = steps.prompt_scratch(config, params, num_tokens, room + num_tokens)
+    part = steps.prompt_scratch(config, params, method, num_tokens, room)
     hidden, (k, v, metric), _ = forward(config, params, tokens[None], positions[None], attend, part)
+    metric = plain_metric(keep_reads(method, metric, start + length, room + num_tokens))
     held = jnp.where(held_position >= 0, metric[..., :room], 0)
     if grows(method):
         held = held + plain_metric(prompt.metric) * chunk_decay(method, length)

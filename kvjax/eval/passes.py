@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedCache, write_prompt
 from kvjax.cache.methods import Method
-from kvjax.cache.observe import Observed, observe_prompt
+from kvjax.cache.observe import Observed, keep_reads, observe_prompt
 from kvjax.kernels import Prefix, prefill_attention, window_metrics
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
@@ -68,10 +68,11 @@ def observe(
 ) -> Float[Array, "L H T"] | Observed:
     """What a method (static) sees of every KV of a prompt of `length` tokens."""
     layers = jnp.arange(k.shape[0], dtype=jnp.int32)
-    return lax.map(
+    observed = lax.map(
         lambda part: observe_prompt(method, part[0], part[1], part[2], part[3], length),
         (layers, q, k, v),
     )
+    return keep_reads(method, observed, length, k.shape[1])
 
 
 def attention_mass(

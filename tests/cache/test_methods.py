@@ -13,8 +13,9 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.cache.methods import METHODS, Method, Observation, get_method
-from kvjax.cache.observe import observe_prompt, plain_metric
-from tests.oracle.methods import KEEPS, KEEPS_IN_POOL, Prompt
+from kvjax.cache.observe import keep_reads, observe_prompt, plain_metric
+from tests.oracle.methods import KEEPS, KEEPS_IN_POOL
+from tests.oracle.scores import Prompt
 
 L, H, R, D, T, B = 3, 2, 2, 8, 112, 4
 M = T // B
@@ -52,7 +53,7 @@ def observer(name: str):
             layer, q, k, v = inputs
             return observe_prompt(method, layer, q, k, v, length)
 
-        return jax.lax.map(one, (jnp.arange(L), q, k, v))
+        return keep_reads(method, jax.lax.map(one, (jnp.arange(L), q, k, v)), length, T)
 
     return observe
 

@@ -22,6 +22,42 @@ def _check(name: str, value: float, good: bool, wanted: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reads:
+    """Tokens that every head keeps because some head reads them at the prompt's end.
+
+    Reading goes on where it is: what a query looked at n tokens before the end is by now n tokens
+    further, what comes next follows it, and heads that match the last tokens (induction) only look
+    there once decoding has begun. So the attention of each of the last queries is taken at its
+    maximum over all heads of all layers, moved on by the query's age, and added up with the
+    observation's decay; then it spreads over the keys that follow, fading. The tokens where that is
+    highest are kept by all heads, and the highest of them go last; the others have a little of it
+    as the least metric in every head.
+    """
+
+    tokens: int = 10
+    """How many tokens."""
+    queries: int = 4
+    """Last queries that count, at most the observation's window."""
+    ahead: int = 10
+    """Keys after a read one that share in it."""
+    fade: float = 0.98
+    """What is left of it with every key of distance."""
+    weight: float = 0.1
+    """What this counts for the other tokens, beside a head's own metric."""
+    oldest: int = 4
+    """First tokens of a prompt that do not count: heads rest on them whatever is asked."""
+    newest: int = 32
+    """Last tokens that do not count: heads look at what is near whatever is asked."""
+
+    def __post_init__(self):
+        for field in ("tokens", "queries"):
+            _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
+        _check("fade", self.fade, 0 <= self.fade <= 1, "0 to 1")
+        for field in ("ahead", "weight", "oldest", "newest"):
+            _check(field, getattr(self, field), getattr(self, field) >= 0, "at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class Observation:
     """What a method looks at and how it becomes one metric per KV; low metrics are evicted."""
 
@@ -41,11 +77,10 @@ class Observation:
     excluded_distance: int = 0
     """A key–query pair counts only if they are at least so many tokens apart."""
     background: float = 0.0
-    """What the squared attention of all queries at least 10 tokens after a KV counts besides, not
-    pooled and summed over the query heads; 0 for nothing. Of a prompt that runs in parts, the
-    queries of the last part."""
-    value_norm: bool = False
-    """Whether metrics of a prompt are multiplied by the L2 norm of the KV's value."""
+    """What the mean squared attention of a sample of the prompt's queries counts besides, summed
+    over the query heads and not pooled; 0 for nothing. See `kvjax.cache.observe.background`."""
+    reads: Reads | None = None
+    """Tokens that all heads keep because some head reads them; with a window that sums."""
     query_decay: float = 1.0
     """A query n tokens before the last one counts this to the power of n."""
     statistic: Statistic = "sum"
@@ -71,6 +106,11 @@ class Observation:
         _check("background", self.background, self.background >= 0, "at least 0")
         sums = self.statistic == "sum"
         _check("accumulate", self.accumulate, sums or not self.accumulate, "False but for sums")
+        if self.reads is not None:
+            windowed = sums and self.window is not None and self.source == "attention"
+            _check("window", self.window or 0, windowed, "one that sums, for reads")
+            enough = (self.window or 0) >= self.reads.queries
+            _check("window", self.window or 0, enough, "at least the queries of reads")
         for field in ("query_decay", "decode_decay"):
             value = getattr(self, field)
             _check(field, value, 0 <= value <= 1, "0 to 1")

@@ -1,34 +1,29 @@
 """Our own: KV-Compress's global block budget with a sharper look at the prompt's end.
 
-The last 4 queries, squared attention, max-pooled over 17 keys, and the maximum over the query heads
-of a group where KV-Compress sums: a small window knows the question, a wide pool keeps what is read
-as one thing (a number of one token per digit), the maximum keeps what any one head needs.
-`wide-pool-background` adds a little of the squared attention of the whole prompt, not pooled and
-from queries at least 10 tokens later, for what the text rather than the question will need, and
-multiplies by the norm of the value, what the KV can add to an output. docs/methods.md has the
-ablation.
+`wide-pool`: the last 4 queries, squared attention, max-pooled over 17 keys, and the maximum over
+the query heads of a group where KV-Compress sums: a small window knows the question, a wide pool
+keeps what is read as one thing (a number of one token per digit), the maximum keeps what any one
+head needs.
+
+`shared-reads`, the default: the last 4 queries say which tokens any head of any layer reads, and
+all heads keep the 10 that are read most; the rest of a head's budget goes by its own attention from
+the last 8 queries and by a background, the mean squared attention from 64 queries, for what the
+text rather than the question will need. docs/methods.md has the ablation.
 """
 
-import dataclasses
-
-from kvjax.cache.methods.base import Method, Observation
-
-_SHARP = Method(
-    "wide-pool",
-    "squared attention of the last 4 queries, pooled widely, global block budget",
-    Observation(window=4, power=2, pool=17, group="max"),
-    protected=4,
-)
+from kvjax.cache.methods.base import Method, Observation, Reads
 
 METHODS = (
-    _SHARP,
-    dataclasses.replace(
-        _SHARP,
-        name="wide-pool-background",
-        summary="wide-pool and a little of all queries, times value norms, global block budget",
-        observation=Observation(
-            window=4, power=2, pool=17, group="max", background=0.03, value_norm=True
-        ),
-        protected=8,
+    Method(
+        "wide-pool",
+        "squared attention of the last 4 queries, pooled widely, global block budget",
+        Observation(window=4, power=2, pool=17, group="max"),
+        protected=4,
+    ),
+    Method(
+        "shared-reads",
+        "what any head reads at the end, in all heads; own window and background, global budget",
+        Observation(window=8, power=2, pool=1, query_decay=0.8, background=30, reads=Reads()),
+        protected=2,
     ),
 )

@@ -1,0 +1,343 @@
+"""From scores to what is kept: budgets over layers and heads, the choice within a head, KVCrush.
+
+Budgets are whole blocks: a head that loses anything keeps a whole number of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.oracle.scores import Prompt, Scores
+
+Kept = dict[tuple[int, int], list[int]]
+
+
+def webster(share: list[float], low: list[int], high: list[int], total: int) -> list[int]:
+    """One block after the other to the largest share / (blocks so far + ½), lowest index first."""
+    given = list(low)
+    for _ in range(min(total, sum(high)) - sum(low)):
+        claims = [
+            np.float32(s) / np.float32(n + 0.5) if n < most else -1.0
+            for s, n, most in zip(share, given, high, strict=True)
+        ]
+        given[int(np.argmax(claims))] += 1
+    return given
+
+
+def even_layers(p: Prompt, window: int) -> tuple[list[float], int]:
+    """Tokens per head of each layer, and blocks in all."""
+    return [float(p.cap_tokens)] * p.layers, p.cap_blocks * p.layers * p.heads
+
+
+def pyramid_layers(*, exact: bool, beta: int = 20):
+    def layers(p: Prompt, window: int) -> tuple[list[float], int]:
+        base = max(0, p.cap_tokens - window)
+        if p.length < 2 * base or p.layers == 1:
+            return even_layers(p, window)
+        low = base // beta
+        high = 2 * base - low
+        if high >= p.length - window:
+            high = max(0, p.length - window)
+            low = 2 * base - high
+        if exact:
+            tokens = [
+                high - layer * (high - low) / (p.layers - 1) + window for layer in range(p.layers)
+            ]
+            return tokens, p.cap_blocks * p.layers * p.heads
+        step = (high - low) // (p.layers - 1)
+        tokens = [float(high - layer * step + window) for layer in range(p.layers)]
+        blocks = round(p.heads * sum(tokens) / p.block)
+        return tokens, max(blocks, p.cap_blocks * p.layers * p.heads)
+
+    return layers
+
+
+def even_heads(p: Prompt, layer: int, scores: Scores, guarded: set[int], tokens: float):
+    return [1.0] * p.heads
+
+
+def ada_heads(alpha: float, window: int):
+    """Ada-KV: how many of the layer's best H · base scores each head has, floored by α."""
+
+    def heads(p: Prompt, layer: int, scores: Scores, guarded: set[int], tokens: float):
+        base = math.floor(max(0.0, tokens - window))
+        ranked = sorted(
+            (scores[layer, head][t], head, t)
+            for head in range(p.heads)
+            for t in set(range(p.length)) - guarded
+        )
+        top = ranked[max(0, len(ranked) - p.heads * base) :]
+        counts = [sum(head == h for _, h, _ in top) for head in range(p.heads)]
+        return [round(n * (1 - alpha) + math.floor(alpha * base)) + window for n in counts]
+
+    return heads
+
+
+def keeps(
+    scores_of: Callable[[Prompt], Scores],
+    *,
+    protected: int = 0,
+    protected_share: float = 0.0,
+    sinks: int = 0,
+    layers_of=even_layers,
+    heads_of=even_heads,
+    choose=None,
+) -> Callable[[Prompt], Kept]:
+    """A method that splits its budget over layers, then heads, and ranks KVs within a head.
+
+    `choose` picks what stays of a layer from the scores and the blocks of each head.
+    """
+
+    def kept(p: Prompt) -> Kept:
+        scores = scores_of(p)
+        window = max(protected, math.floor(p.cap_tokens * protected_share))
+        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - window}
+        if p.owned <= p.cap_blocks:
+            return {name: list(range(p.length)) for name in p.names}
+        least = max(1, -(-len(guarded) // p.block))
+        tokens, total = layers_of(p, window)
+        in_layer = webster(
+            tokens, [p.heads * least] * p.layers, [p.heads * p.owned] * p.layers, total
+        )
+        result = {}
+        for layer in range(p.layers):
+            shares = heads_of(p, layer, scores, guarded, tokens[layer])
+            blocks = webster(shares, [least] * p.heads, [p.owned] * p.heads, in_layer[layer])
+            if choose is not None:
+                result.update(choose(p, layer, scores, guarded, blocks))
+                continue
+            for head in range(p.heads):
+                result[layer, head] = best(p, scores[layer, head], guarded, blocks[head])
+        return result
+
+    return kept
+
+
+def keeps_shared(
+    scores_of: Callable[[Prompt], Scores],
+    *,
+    protected: int,
+    sinks: int = 0,
+    page: int = 1,
+    choose=None,
+) -> Callable[[Prompt], Kept]:
+    """All heads of a layer keep the same tokens, by mean scores that are added up over pages."""
+
+    def kept(p: Prompt) -> Kept:
+        scores = scores_of(p)
+        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - protected}
+        if p.owned <= p.cap_blocks:
+            return {name: list(range(p.length)) for name in p.names}
+        blocks = max(p.cap_blocks, 1, -(-len(guarded) // p.block))
+        result = {}
+        for layer in range(p.layers):
+            mean = np.mean([scores[layer, head] for head in range(p.heads)], axis=0)
+            pages: dict[int, float] = {}
+            for t in set(range(p.length)) - guarded:
+                pages[t // page] = pages.get(t // page, 0.0) + mean[t]
+            joined = np.array([pages.get(t // page, np.nan) for t in range(p.length)])
+            if choose is None:
+                tokens = best(p, joined, guarded, blocks)
+                result.update({(layer, head): tokens for head in range(p.heads)})
+            else:
+                same = {(layer, head): joined for head in range(p.heads)}
+                raw = {(layer, head): mean for head in range(p.heads)}
+                result.update(choose(p, layer, same, guarded, [blocks] * p.heads, raw))
+        return result
+
+    return kept
+
+
+def best(p: Prompt, scores: np.ndarray, guarded: set[int], blocks: int) -> list[int]:
+    """The guarded positions and the highest scores, `blocks` whole blocks of them."""
+    if blocks >= p.owned:
+        return list(range(p.length))
+    order = sorted(set(range(p.length)) - guarded, key=lambda t: (scores[t], t))
+    gone = set(order[: p.length - blocks * p.block])
+    return [t for t in range(p.length) if t not in gone]
+
+
+def keeps_cheapest_of_layer(
+    scores_of: Callable[[Prompt], Scores], *, protected: int, safe: float
+) -> Callable[[Prompt], Kept]:
+    """kvpress's Ada-KV in blocks: of each layer the cheapest go, a share of each head is safe."""
+
+    def kept(p: Prompt) -> Kept:
+        scores = scores_of(p)
+        result: Kept = {}
+        for layer in range(p.layers):
+            part = slice(layer, layer + 1)
+            one = Prompt(p.q[part], p.k[part], p.v[part], p.cap, p.block)
+            rows: Scores = {(0, head): scores[layer, head] for head in range(p.heads)}
+            floor = math.floor(safe * p.cap_tokens / p.block)
+            keep = keeps_globally(lambda _, rows=rows: rows, protected=protected, least=floor)
+            result.update({(layer, head): kept for (_, head), kept in keep(one).items()})
+        return result
+
+    return kept
+
+
+def keeps_globally(
+    scores_of: Callable[[Prompt], Scores],
+    *,
+    protected: int = 0,
+    sinks: int = 0,
+    least: int = 1,
+    choose=None,
+) -> Callable[[Prompt], Kept]:
+    """KV-Compress: the cheapest blocks of the whole sequence go, one after the other."""
+
+    def kept(p: Prompt) -> Kept:
+        scores = scores_of(p)
+        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - protected}
+        blocks = dict.fromkeys(p.names, p.owned)
+        orders = {
+            name: sorted(set(range(p.length)) - guarded, key=lambda t, s=scores[name]: (s[t], t))
+            for name in p.names
+        }
+        while sum(blocks.values()) > p.cap_blocks * p.layers * p.heads:
+            bids = []
+            for name in p.names:
+                lost = p.length - (blocks[name] - 1) * p.block
+                if blocks[name] > max(1, least) and lost <= len(orders[name]):
+                    bids.append((scores[name][orders[name][lost - 1]], name))
+            if not bids:
+                break
+            blocks[min(bids)[1]] -= 1
+        if choose is None:
+            return {name: best(p, scores[name], guarded, blocks[name]) for name in p.names}
+        result: Kept = {}
+        for layer in range(p.layers):
+            in_layer = [blocks[layer, head] for head in range(p.heads)]
+            result.update(choose(p, layer, scores, guarded, in_layer))
+        return result
+
+    return kept
+
+
+# Representatives.
+
+
+def split(p: Prompt, scores: np.ndarray, guarded: set[int], blocks: int, share: float, unit: int):
+    """Evictable tokens from the worst on, how many go, and how many stay to represent."""
+    order = sorted(set(range(p.length)) - guarded, key=lambda t: (scores[t], t))
+    gone = max(0, p.length - blocks * p.block) if blocks < p.owned else 0
+    spare = min(math.floor(share * (p.length - gone)), len(order) - gone) if gone else 0
+    return order, gone, spare // unit * unit
+
+
+def finish(p: Prompt, order: list[int], gone: int, chosen: set[int]) -> list[int]:
+    dropped = set([t for t in order if t not in chosen][:gone])
+    return [t for t in range(p.length) if t not in dropped]
+
+
+def crush(
+    rows_of: Callable[[Prompt], Scores] | None,
+    *,
+    share: float = 0.25,
+    anchor: str = "random",
+    unit: int = 1,
+    openvino: bool = False,
+):
+    """KVCrush as `choose`. `rows_of` gives the scores behind each bit; None for the KV heads'."""
+
+    def choose(p, layer, scores, guarded, blocks, raw=None):
+        raw = scores if raw is None else raw
+        parts = [
+            split(p, scores[layer, head], guarded, blocks[head], share, unit)
+            for head in range(p.heads)
+        ]
+        bits = []  # one dict token -> bit for each row
+        evictable = set(range(p.length)) - guarded
+        if openvino:
+            order = sorted(evictable, key=lambda t: (raw[layer, 0][t], t))
+            zeros = set(order[: len(order) // 2])
+            bits.append({t: t not in zeros for t in evictable})
+        else:
+            rows = None if rows_of is None else rows_of(p)
+            for head, (_, gone, spare) in enumerate(parts):
+                for row in [raw[layer, head]] if rows is None else rows[layer, head]:
+                    order = sorted(evictable, key=lambda t: (row[t], t))
+                    zeros = set(order[: gone + spare])
+                    bits.append({t: t not in zeros for t in evictable})
+        result = {}
+        for head, (order, gone, spare) in enumerate(parts):
+            candidates = set(order[: gone + spare])
+            anchors = anchor_bits(anchor, unit, bits, candidates)
+            pages: dict[int, list[int]] = {}
+            for t in sorted(candidates):
+                pages.setdefault(t // unit, []).append(t)
+            far = {
+                page: sum(b[t] != anchors[t % unit][g] for t in members for g, b in enumerate(bits))
+                for page, members in pages.items()
+            }
+            ranked = sorted(pages, key=lambda page: (far[page], page))
+            chosen: set[int] = set()
+            for page in one_per_bin(ranked, spare // unit, openvino):
+                chosen.update(pages[page])
+            result[layer, head] = finish(p, order, gone, chosen)
+        return result
+
+    return choose
+
+
+def anchor_bits(kind: str, unit: int, bits: list[dict[int, bool]], candidates: set[int]):
+    """[unit][number of rows]."""
+    if kind == "random":
+        return np.random.default_rng(0).integers(0, 2, (unit, len(bits))).astype(bool)
+    if kind == "alternating":
+        return (np.arange(unit * len(bits)) % 2).reshape(unit, len(bits)).astype(bool)
+    anchors = np.zeros((unit, len(bits)), bool)
+    for offset in range(unit):
+        here = [t for t in candidates if t % unit == offset]
+        for g, row in enumerate(bits):
+            anchors[offset, g] = 2 * sum(row[t] for t in here) > len(here)
+    return anchors
+
+
+def one_per_bin(ranked: list[int], bins: int, openvino: bool) -> list[int]:
+    """A drawn member of each of equal bins; OpenVINO takes every so many-th from the nearest."""
+    bins = min(bins, len(ranked))
+    if bins == 0:
+        return []
+    if openvino:
+        return ranked[:: len(ranked) // bins][:bins]
+    drawn = np.random.default_rng(0).integers(0, 2**16, len(ranked) + 1)
+    chosen = []
+    for i in range(bins):
+        start, end = i * len(ranked) // bins, (i + 1) * len(ranked) // bins
+        chosen.append(ranked[start + drawn[i] % (end - start)])
+    return chosen
+
+
+def k_means(share: float = 0.25, iterations: int = 10):
+    """Lloyd's algorithm over the keys of the candidates as `choose`."""
+
+    def choose(p, layer, scores, guarded, blocks, raw=None):
+        result = {}
+        for head in range(p.heads):
+            order, gone, spare = split(p, scores[layer, head], guarded, blocks[head], share, 1)
+            candidates = sorted(order[: gone + spare])
+            chosen: set[int] = set()
+            if spare:
+                x = p.k[layer, candidates, head].astype(np.float64)
+                centres = np.array([x[i * len(x) // spare] for i in range(spare)])
+                for _ in range(iterations):
+                    own = ((x[:, None] - centres) ** 2).sum(-1).argmin(1)
+                    for c in range(spare):
+                        if (own == c).any():
+                            centres[c] = x[own == c].mean(axis=0)
+                far = ((x[:, None] - centres) ** 2).sum(-1)
+                own = far.argmin(1)
+                for c in range(spare):
+                    members = np.flatnonzero(own == c)
+                    if len(members):
+                        close = far[members, c] <= 1.001 * far[members, c].min() + 1e-9
+                        chosen.add(candidates[members[close][0]])
+            result[layer, head] = finish(p, order, gone, chosen)
+        return result
+
+    return choose
