@@ -36,8 +36,8 @@ from kvjax.errors import UserError
 
 QUICK = {
     "tasks": "needle,passkey,fact,kv",
-    "methods": "random,streaming-llm,h2o,snapkv,pyramidkv-exact,ada-snapkv,tova,kv-compress,shared-reads,"
-    "kvcrush:snapkv",
+    "methods": "random,streaming-llm,h2o,snapkv,pyramidkv-exact,ada-snapkv,tova,kv-compress,"
+    "shared-reads,kvcrush:snapkv",
     "rates": "4,16,64",
     "length": "512",
     "rows": 2,

@@ -115,7 +115,7 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
         (("--rate", "x"), "'x'"),
         (("--rate", "8", "--max-cache-tokens", "64"), "give one of them"),
         (("--max-cache-tokens", "0"), "max_cache_tokens 0"),
-        (("--max-cache-tokens", "4"), "smaller than the 8 tokens"),
+        (("--method", "kv-compress", "--max-cache-tokens", "4"), "smaller than the 8 tokens"),
         (("--prompt", ""), "prompt is empty"),
         (("--prompt", "x", "--prompt-file", "y"), "give one of them"),
         (("--prompt", "x" * 3000), "is 2048: shorten the prompt to 2036 tokens"),
