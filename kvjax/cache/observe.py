@@ -160,6 +160,7 @@ def _received(
     weight: Float[Array, " w"] | None,
     now: Int32[Array, ""],
     key_position: Int32[Array, "T H"] | None,
+    log_sum: Float[Array, "Hr w"] | None,
 ) -> Float[Array, "H r T"]:
     """What the observed queries give each key, per query head."""
     positions = {"query_position": query_position, "key_position": key_position}
@@ -176,6 +177,7 @@ def _received(
         excluded_distance=observation.excluded_distance,
         query_weight=weight,
         above=1.0 if observation.statistic == "hits" else None,
+        log_sum=log_sum,
     )
     return received.reshape(k.shape[1], -1, k.shape[0])
 
@@ -307,8 +309,8 @@ def observe_prompt(
     layer: Int32[Array, ""] | int,
     q: Float[Array, "T Hr d"],
     k: Float[Array, "T H d"],
-    v: Float[Array, "T H d"],
     length: Int32[Array, ""] | int,
+    log_sum: Float[Array, "Hr T"] | None = None,
 ) -> Float[Array, "H T"] | Observed:
     """Eviction metric of every KV of one layer of a whole prompt.
 
@@ -320,8 +322,8 @@ def observe_prompt(
         layer: index of the layer.
         q: queries of the prompt, rotated.
         k: keys, rotated.
-        v: values.
         length: tokens of the prompt; those from `length` on are padding.
+        log_sum: of each query's logits, from the attention; worth having if `needs_log_sum`.
     """
     num_tokens, num_heads, _ = k.shape
     observation, length = method.observation, jnp.asarray(length, jnp.int32)
@@ -334,7 +336,8 @@ def observe_prompt(
     queries, position, weight = _window(observation, q, jnp.int32(0), length)
     window_start, window = length - queries.shape[0], None
     if observation.reads is None:
-        received = _received(observation, queries, k, position, weight, length - 1, None)
+        sums = log_sum if needs_log_sum(method) else None
+        received = _received(observation, queries, k, position, weight, length - 1, None, sums)
     else:
         window, received = _by_age(observation, q, k, jnp.int32(0), length, None)
     metric = _joined(observation, received, None, window_start)
@@ -351,12 +354,11 @@ def observe_chunk(
     layer: Int32[Array, ""] | int,
     q: Float[Array, "T Hr d"],
     k: Float[Array, "T H d"],
-    v: Float[Array, "T H d"],
     length: Int32[Array, ""],
     start: Int32[Array, ""],
     held_k: Float[Array, "H P d"],
     held_position: Int32[Array, "H P"],
-    held_v: Float[Array, "H P d"],
+    log_sum: Float[Array, "Hr T"] | None = None,
 ) -> Float[Array, "H P+T"] | Observed:
     """Eviction metric of what the heads of one layer hold already, and of a chunk after it.
 
@@ -365,12 +367,11 @@ def observe_chunk(
         layer: index of the layer.
         q: queries of the chunk, rotated.
         k: keys of the chunk, rotated.
-        v: values of the chunk.
         length: tokens of the chunk; those from `length` on are padding.
         start: position of the chunk's first token.
         held_k: keys that the heads hold.
         held_position: their token positions; −1 where nothing is held.
-        held_v: values that the heads hold.
+        log_sum: as for `observe_prompt`.
     """
     num_tokens, num_heads, _ = k.shape
     num_held = held_k.shape[1]
@@ -389,7 +390,8 @@ def observe_chunk(
     window = None
     if observation.reads is None:
         now, at = start + length - 1, key_position.T
-        received = _received(observation, queries, keys, query_position, weight, now, at)
+        sums = log_sum if needs_log_sum(method) else None
+        received = _received(observation, queries, keys, query_position, weight, now, at, sums)
     else:
         window, received = _by_age(observation, q, keys, start, length, key_position.T)
     metric = _joined(observation, received, key_position, start + length - queries.shape[0])
@@ -424,6 +426,12 @@ def decay_metrics(
     return metric.at[block_table].mul(rows, mode="drop")
 
 
+def needs_log_sum(method: Method) -> bool:
+    """Whether a method sums the attention of all queries: one pass over the logits is enough for
+    it where the attention itself tells their log-sum-exp."""
+    return grows(method) and method.observation.statistic == "sum"  # type: ignore[union-attr]
+
+
 def grows(method: Method) -> bool:
     """Whether chunk after chunk adds to a method's metrics, rather than measuring anew."""
     observation = method.observation
@@ -454,6 +462,7 @@ __all__ = [
     "grows",
     "intrinsic_metric",
     "keep_reads",
+    "needs_log_sum",
     "newest_metric",
     "observe_chunk",
     "observe_prompt",

@@ -31,6 +31,7 @@ from kvjax.cache.observe import (
     decay_metrics,
     grows,
     keep_reads,
+    needs_log_sum,
     newest_metric,
     observe_chunk,
     observe_prompt,
@@ -82,6 +83,15 @@ def fill_layer(scratch: tuple[Any, ...], layer: Array, *parts: Any) -> tuple[Any
     return jax.tree.map(lambda whole, part: whole.at[layer].set(part), scratch, parts)
 
 
+def attend_observed(
+    method: Method, q: Array, k: Array, v: Array, prefix: Prefix | None = None
+) -> tuple[Array, Array | None]:
+    """`prefill_attention`, and the log-sum-exp of its logits if what is observed follows from it."""
+    if not needs_log_sum(method):
+        return cast(jax.Array, prefill_attention(q, k, v, prefix=prefix)), None
+    return prefill_attention(q, k, v, prefix=prefix, return_log_sum=True)
+
+
 def nothing_observed(room: Array | Observed) -> Array | Observed:
     """Zeros in place of what is observed of one layer; `room` is that of all."""
     return jax.tree.map(lambda whole: jnp.zeros(whole.shape[1:], whole.dtype), room)
@@ -109,8 +119,9 @@ def prefill(
 
     def attend(scratch, layer, q, k, v):
         q, k, v = q[0], k[0], v[0]
-        scratch = fill_layer(scratch, layer, k, v, observe_prompt(method, layer, q, k, v, length))
-        return scratch, prefill_attention(q, k, v)[None], None
+        out, log_sum = attend_observed(method, q, k, v)
+        metric = observe_prompt(method, layer, q, k, length, log_sum)
+        return fill_layer(scratch, layer, k, v, metric), out[None], None
 
     num_tokens = tokens.shape[0]
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -178,13 +189,6 @@ def prefill_chunk(
     num_heads, b = cache.num_kv_heads, cache.block_size
     num_held = cache.max_blocks * b
 
-    def chunk_metric(layer, q, k, v, page, prefix):
-        held = jnp.arange(num_held) < prefix.length[:, None]
-        position = cache.position[page].reshape(num_heads, num_held)
-        return observe_chunk(
-            method, layer, q, k, v, length, start, prefix.k, jnp.where(held, position, -1), prefix.v
-        )
-
     def attend(scratch, layer, q, k, v):
         q, k, v = q[0], k[0], v[0]
 
@@ -196,8 +200,12 @@ def prefill_chunk(
                 cache.v[page].reshape(rows),
                 cache.context_len[slot, layer],
             )
-            return prefill_attention(q, k, v, prefix=prefix), chunk_metric(
-                layer, q, k, v, page, prefix
+            held = jnp.arange(num_held) < prefix.length[:, None]
+            position = cache.position[page].reshape(num_heads, num_held)
+            position = jnp.where(held, position, -1)
+            out, log_sum = attend_observed(method, q, k, v, prefix)
+            return out, observe_chunk(
+                method, layer, q, k, length, start, prefix.k, position, log_sum
             )
 
         def neither():

@@ -20,7 +20,7 @@ from kvjax.cache.slots import put_slots, take_slots
 from kvjax.engine import steps
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
 from kvjax.engine.steps import PromptKV
-from kvjax.kernels import Prefix, prefill_attention
+from kvjax.kernels import Prefix
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
 
@@ -115,10 +115,10 @@ def prefill_part(
                 jnp.swapaxes(prompt.v[layer], 0, 1),
                 jnp.broadcast_to(start, num_heads),
             )
-            metric = observe_chunk(
-                method, layer, q, k, v, length, start, prefix.k, held_position, prefix.v
+            out, log_sum = steps.attend_observed(method, q, k, v, prefix)
+            return out, observe_chunk(
+                method, layer, q, k, length, start, prefix.k, held_position, log_sum
             )
-            return prefill_attention(q, k, v, prefix=prefix), metric
 
         def neither():
             return jnp.zeros(q.shape, v.dtype), steps.nothing_observed(part[2])

@@ -258,7 +258,7 @@ class _RowRun:
         if seen not in self.metrics:
             fn = functools.partial(passes.observe, method)
             dense = self.dense
-            args = (dense.q, dense.k, dense.v, np.int32(cut))
+            args = (dense.q, dense.k, dense.log_sum, np.int32(cut))
             self.metrics[seen] = self.evaluator._timed(("observe", seen), fn, *args)
         return self.metrics[seen]
 

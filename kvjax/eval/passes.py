@@ -32,6 +32,8 @@ class DensePass:
     q: Float[Array, "L T Hr d"]
     k: Float[Array, "L T H d"]
     v: Float[Array, "L T H d"]
+    log_sum: Float[Array, "L Hr T"]
+    """Log-sum-exp of each query's logits."""
     scores: Float[Array, "N V"]
 
 
@@ -51,26 +53,26 @@ def dense_pass(
     """
 
     def attend(carry, layer, q, k, v):
-        out = prefill_attention(q[0], k[0], v[0])[None]
-        return carry, out, (q[0], k[0], v[0])
+        out, log_sum = prefill_attention(q[0], k[0], v[0], return_log_sum=True)
+        return carry, out[None], (q[0], k[0], v[0], log_sum)
 
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    hidden, _, (q, k, v) = forward(config, params, tokens[None], positions[None], attend, ())
-    return DensePass(q, k, v, logits(config, params, hidden[0, at]))
+    hidden, _, seen = forward(config, params, tokens[None], positions[None], attend, ())
+    return DensePass(*seen, logits(config, params, hidden[0, at]))
 
 
 def observe(
     method: Method,
     q: Float[Array, "L T Hr d"],
     k: Float[Array, "L T H d"],
-    v: Float[Array, "L T H d"],
+    log_sum: Float[Array, "L Hr T"],
     length: Int32[Array, ""],
 ) -> Float[Array, "L H T"] | Observed:
     """What a method (static) sees of every KV of a prompt of `length` tokens."""
     layers = jnp.arange(k.shape[0], dtype=jnp.int32)
     observed = lax.map(
-        lambda part: observe_prompt(method, part[0], part[1], part[2], part[3], length),
-        (layers, q, k, v),
+        lambda part: observe_prompt(method, part[0], part[1], part[2], length, part[3]),
+        (layers, q, k, log_sum),
     )
     return keep_reads(method, observed, length, k.shape[1])
 

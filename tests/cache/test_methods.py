@@ -51,7 +51,7 @@ def observer(name: str):
     def observe(q, k, v, length):
         def one(inputs):
             layer, q, k, v = inputs
-            return observe_prompt(method, layer, q, k, v, length)
+            return observe_prompt(method, layer, q, k, length)
 
         return keep_reads(method, jax.lax.map(one, (jnp.arange(L), q, k, v)), length, T)
 

@@ -29,43 +29,40 @@ METHOD = get_method("shared-reads")
 
 
 def prompt(length: int, seed: int, *, ties: bool = False) -> tuple[np.ndarray, ...]:
-    """q, k, v of T tokens, those from `length` on padding that must not matter."""
+    """q, k of T tokens, those from `length` on padding that must not matter."""
     rng = np.random.default_rng(seed)
     q = 2 * rng.standard_normal((L, T, H * R, D)).astype(np.float32)
     k = rng.standard_normal((L, T, H, D)).astype(np.float32)
-    v = rng.standard_normal((L, T, H, D)).astype(np.float32)
     if ties:
         k[:] = k[:, :1]
     q[:, length:], k[:, length:] = 1e4, -1e4
-    return q, k, v
+    return q, k
 
 
 @jax.jit
-def observed_whole(q, k, v, length):
+def observed_whole(q, k, length):
     def one(part):
         return observe_prompt(METHOD, 0, *part, length)
 
-    return keep_reads(METHOD, jax.lax.map(one, (q, k, v)), length, T)
+    return keep_reads(METHOD, jax.lax.map(one, (q, k)), length, T)
 
 
-def in_chunk(method, q, k, v, held: int, length: int, order: np.ndarray):
+def in_chunk(method, q, k, held: int, length: int, order: np.ndarray):
     """The same prompt of which `held` tokens are there already, in any order within each head."""
     taken = order[..., None]
-    rows = k[:, :held].swapaxes(1, 2), v[:, :held].swapaxes(1, 2)
-    held_k, held_v = (np.take_along_axis(row, taken, axis=2) for row in rows)
+    held_k = np.take_along_axis(k[:, :held].swapaxes(1, 2), taken, axis=2)
 
     @jax.jit
-    def run(q, k, v, held_k, held_v, position, length):
+    def run(q, k, held_k, position, length):
         def one(part):
-            q, k, v, held_k, held_v, position = part
-            return observe_chunk(
-                method, 0, q, k, v, length - held, jnp.int32(held), held_k, position, held_v
-            )
+            q, k, held_k, position = part
+            start = jnp.int32(held)
+            return observe_chunk(method, 0, q, k, length - held, start, held_k, position)
 
-        parts = (q[:, held:], k[:, held:], v[:, held:], held_k, held_v, position)
+        parts = (q[:, held:], k[:, held:], held_k, position)
         return keep_reads(method, jax.lax.map(one, parts), length, T)
 
-    return np.asarray(run(q, k, v, held_k, held_v, order.astype(np.int32), np.int32(length)))
+    return np.asarray(run(q, k, held_k, order.astype(np.int32), np.int32(length)))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(0, 9), st.booleans())
@@ -81,9 +78,9 @@ def test_fading_pool(values, ahead, flat):
 @pytest.mark.parametrize("length", [64, 63, 50, 40, 37, 36, 20, 3, 1])
 @pytest.mark.parametrize("ties", [False, True])
 def test_all_heads_keep_what_one_reads(length, ties):
-    q, k, v = prompt(length, length, ties=ties)
-    metric = np.asarray(observed_whole(q, k, v, np.int32(length)))
-    read = read_by_any(Prompt(q[:, :length], k[:, :length], v[:, :length], 8, 4))
+    q, k = prompt(length, length, ties=ties)
+    metric = np.asarray(observed_whole(q, k, np.int32(length)))
+    read = read_by_any(Prompt(q[:, :length], k[:, :length], k[:, :length], 8, 4))
     want = sorted(read, key=lambda j: (-read[j], j))[:10]
     assert len(want) == max(0, min(10, length - 36))
     for row in metric.reshape(L * H, T):
@@ -92,11 +89,11 @@ def test_all_heads_keep_what_one_reads(length, ties):
 
 @pytest.mark.parametrize("length", [64, 50, 20, 5])
 def test_background_is_the_mean_of_a_sample(length):
-    q, k, v = prompt(length, length)
+    q, k = prompt(length, length)
     observation = Observation(window=4, background=30)
     jitted = jax.jit(lambda q, k, n: background(observation, q, k, jnp.int32(0), n, None))
     got = np.asarray(jitted(q[0], k[0], np.int32(length)))
-    oracle = Prompt(q[:, :length], k[:, :length], v[:, :length], 8, 4)
+    oracle = Prompt(q[:, :length], k[:, :length], k[:, :length], 8, 4)
     for head in range(H):
         want = 30 * sampled_mean(oracle, 0, head)
         np.testing.assert_allclose(got[head, :length], want, rtol=2e-4, atol=1e-6)
@@ -108,61 +105,61 @@ def test_chunks_read_what_the_whole_prompt_reads(held):
     observation = dataclasses.replace(METHOD.observation, background=0.0)
     method = dataclasses.replace(METHOD, observation=observation)
     length = 61
-    q, k, v = prompt(length, held)
+    q, k = prompt(length, held)
     rng = np.random.default_rng(held)
     order = np.stack([[rng.permutation(held) for _ in range(H)] for _ in range(L)])
-    got = in_chunk(method, q, k, v, held, length, order)
+    got = in_chunk(method, q, k, held, length, order)
 
     def one(part):
         return observe_prompt(method, 0, *part, length)
 
-    whole = jax.jit(lambda *qkv: keep_reads(method, jax.lax.map(one, qkv), jnp.int32(length), T))
-    want = np.asarray(whole(q, k, v))
+    whole = jax.jit(lambda *qk: keep_reads(method, jax.lax.map(one, qk), jnp.int32(length), T))
+    want = np.asarray(whole(q, k))
     there = np.take_along_axis(want, order, axis=2)
     np.testing.assert_allclose(got[..., :held], there, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(got[..., held:length], want[..., held:length], rtol=1e-5, atol=1e-7)
 
 
 def test_the_background_of_a_chunk_knows_positions():
-    q, k, v = prompt(60, 1)
+    q, k = prompt(60, 1)
     order = np.stack([[np.arange(20)[::-1] for _ in range(H)] for _ in range(L)])
-    got = in_chunk(METHOD, q, k, v, 20, 60, order)
+    got = in_chunk(METHOD, q, k, 20, 60, order)
     assert np.isfinite(got).all()
     assert (got[..., :20] > 0).all()
     nothing = np.full_like(order, -1)
-    empty = in_chunk(METHOD, q, k, v, 20, 60, np.where(nothing < 0, order, 0))
+    empty = in_chunk(METHOD, q, k, 20, 60, np.where(nothing < 0, order, 0))
     assert np.array_equal(got, empty)
 
 
 def test_room_has_the_shape_of_what_is_observed():
-    q, k, v = prompt(60, 2)
+    q, k = prompt(60, 2)
     for name in ("shared-reads", "kvcrush:shared-reads", "kv-compress", "kvcrush:snapkv"):
         method = get_method(name)
 
         def one(part, method=method):
             return observe_prompt(method, 0, *part, jnp.int32(60))
 
-        got = jax.eval_shape(lambda *qkv, one=one: jax.lax.map(one, qkv), q, k, v)
+        got = jax.eval_shape(lambda *qk, one=one: jax.lax.map(one, qk), q, k)
         room = unobserved(method, (L, H, R), T)
         assert jax.tree.structure(room) == jax.tree.structure(got)
         assert [x.shape for x in jax.tree.leaves(room)] == [x.shape for x in jax.tree.leaves(got)]
 
 
 def test_what_is_observed_ends_as_plain_metrics():
-    q, k, v = prompt(60, 3)
+    q, k = prompt(60, 3)
     method = get_method("kvcrush:shared-reads")
 
     def one(part):
         return observe_prompt(method, 0, *part, jnp.int32(60))
 
-    def all_layers(*qkv):
-        return keep_reads(method, jax.lax.map(one, qkv), jnp.int32(60), T)
+    def all_layers(*qk):
+        return keep_reads(method, jax.lax.map(one, qk), jnp.int32(60), T)
 
-    seen = jax.jit(all_layers)(q, k, v)
+    seen = jax.jit(all_layers)(q, k)
     assert isinstance(seen, Observed)
     assert seen.votes is not None
     assert seen.window is None
-    assert np.array_equal(plain_metric(seen), observed_whole(q, k, v, np.int32(60)))
+    assert np.array_equal(plain_metric(seen), observed_whole(q, k, np.int32(60)))
 
 
 @pytest.mark.parametrize(
