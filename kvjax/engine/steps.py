@@ -38,7 +38,13 @@ from kvjax.cache.observe import (
     plain_metric,
     unobserved,
 )
-from kvjax.kernels import Prefix, paged_attention, plan_paged_attention, prefill_attention
+from kvjax.kernels import (
+    Prefix,
+    paged_attention,
+    plan_paged_attention,
+    prefill_attention,
+    prefill_attention_with_log_sum,
+)
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
 
@@ -86,10 +92,10 @@ def fill_layer(scratch: tuple[Any, ...], layer: Array, *parts: Any) -> tuple[Any
 def attend_observed(
     method: Method, q: Array, k: Array, v: Array, prefix: Prefix | None = None
 ) -> tuple[Array, Array | None]:
-    """`prefill_attention`, and the log-sum-exp of its logits if what is observed follows from it."""
+    """`prefill_attention`, and the log-sum-exp of its logits where that is observed from."""
     if not needs_log_sum(method):
-        return cast(jax.Array, prefill_attention(q, k, v, prefix=prefix)), None
-    return prefill_attention(q, k, v, prefix=prefix, return_log_sum=True)
+        return prefill_attention(q, k, v, prefix=prefix), None
+    return prefill_attention_with_log_sum(q, k, v, prefix=prefix)
 
 
 def nothing_observed(room: Array | Observed) -> Array | Observed:

@@ -18,7 +18,12 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache import PagedCache, write_prompt
 from kvjax.cache.methods import Method
 from kvjax.cache.observe import Observed, keep_reads, observe_prompt
-from kvjax.kernels import Prefix, prefill_attention, window_metrics
+from kvjax.kernels import (
+    Prefix,
+    prefill_attention,
+    prefill_attention_with_log_sum,
+    window_metrics,
+)
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import forward, logits
 
@@ -53,12 +58,13 @@ def dense_pass(
     """
 
     def attend(carry, layer, q, k, v):
-        out, log_sum = prefill_attention(q[0], k[0], v[0], return_log_sum=True)
+        out, log_sum = prefill_attention_with_log_sum(q[0], k[0], v[0])
         return carry, out[None], (q[0], k[0], v[0], log_sum)
 
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     hidden, _, seen = forward(config, params, tokens[None], positions[None], attend, ())
-    return DensePass(*seen, logits(config, params, hidden[0, at]))
+    q, k, v, log_sum = seen
+    return DensePass(q, k, v, log_sum, logits(config, params, hidden[0, at]))
 
 
 def observe(

@@ -3,7 +3,11 @@
 from kvjax.kernels.choice import explain
 from kvjax.kernels.move_kvs import move_kvs
 from kvjax.kernels.paged_attention import paged_attention, plan_paged_attention
-from kvjax.kernels.prefill_attention import Prefix, prefill_attention
+from kvjax.kernels.prefill_attention import (
+    Prefix,
+    prefill_attention,
+    prefill_attention_with_log_sum,
+)
 from kvjax.kernels.window_metrics import hit_intervals, window_metrics
 
 __all__ = [
@@ -14,5 +18,6 @@ __all__ = [
     "paged_attention",
     "plan_paged_attention",
     "prefill_attention",
+    "prefill_attention_with_log_sum",
     "window_metrics",
 ]

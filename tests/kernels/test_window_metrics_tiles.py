@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import Prefix, prefill_attention, window_metrics
+from kvjax.kernels import (
+    Prefix,
+    prefill_attention,
+    prefill_attention_with_log_sum,
+    window_metrics,
+)
 from kvjax.kernels.window_metrics import tiles
 
 H, R, D = 2, 3, 16
@@ -40,7 +45,7 @@ def held(seed: int, lengths: tuple[int, ...], most: int):
 def test_one_pass_gives_what_two_give(tokens, options):
     q, k, v = prompt(tokens, tokens)
     at = jnp.arange(tokens, dtype=jnp.int32)
-    out, log_sum = prefill_attention(q, k, v, return_log_sum=True)
+    out, log_sum = prefill_attention_with_log_sum(q, k, v)
     np.testing.assert_array_equal(out, prefill_attention(q, k, v))
     want = window_metrics(q, k, query_position=at, **options)
     got = window_metrics(q, k, query_position=at, log_sum=log_sum, **options)
@@ -53,7 +58,7 @@ def test_padding_and_weights():
     at = jnp.arange(tokens, dtype=jnp.int32)
     at = jnp.where(at < length, at, -1)
     weight = jnp.float32(0.9) ** jnp.arange(tokens, dtype=jnp.float32)[::-1]
-    _, log_sum = prefill_attention(q, k, v, return_log_sum=True)
+    _, log_sum = prefill_attention_with_log_sum(q, k, v)
     options = {"query_position": at, "query_weight": weight, "power": 1}
     want = window_metrics(q, k, **options)
     got = window_metrics(q, k, log_sum=log_sum, **options)
@@ -69,7 +74,7 @@ def test_keys_that_are_held_before(lengths, excluded):
     tokens, start = 50, 200
     q, k, v = prompt(1, tokens)
     prefix, position = held(2, lengths, 40)
-    _, log_sum = prefill_attention(q, k, v, prefix=prefix, return_log_sum=True)
+    _, log_sum = prefill_attention_with_log_sum(q, k, v, prefix=prefix)
     before = jnp.where((position >= 0)[..., None], prefix.k, 0)
     keys = jnp.concatenate([jnp.swapaxes(before, 0, 1), k])
     at = start + jnp.arange(tokens, dtype=jnp.int32)
@@ -87,7 +92,7 @@ def test_keys_that_are_held_before(lengths, excluded):
 def test_half_precision():
     q, k, v = prompt(3, 70, "bfloat16")
     at = jnp.arange(70, dtype=jnp.int32)
-    _, log_sum = prefill_attention(q, k, v, return_log_sum=True)
+    _, log_sum = prefill_attention_with_log_sum(q, k, v)
     assert log_sum.dtype == jnp.float32
     got = window_metrics(q, k, query_position=at, log_sum=log_sum)
     want = window_metrics(q, k, query_position=at)

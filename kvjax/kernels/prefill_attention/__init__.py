@@ -38,8 +38,7 @@ def prefill_attention(
     prefix: Prefix | None = None,
     scale: float | None = None,
     implementation: str | None = None,
-    return_log_sum: bool = False,
-) -> Float[Array, "T Hr d"] | tuple[Float[Array, "T Hr d"], Float[Array, "Hr T"]]:
+) -> Float[Array, "T Hr d"]:
     """Causal attention of a prompt in memory linear in its length.
 
     Args:
@@ -50,7 +49,6 @@ def prefill_attention(
         scale: factor of the logits, 1/√d by default.
         implementation: "cudnn" (NVIDIA GPUs), "splash" (TPUs) or "xla"; None picks by device and
             shape (`kvjax.kernels.explain` says which and why).
-        return_log_sum: also return the log-sum-exp of each query's logits, float32 (static).
 
     Raises:
         ValueError: an argument does not fit, or the implementation asked for is unknown or does not
@@ -58,12 +56,35 @@ def prefill_attention(
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     name = choice(q, k, v, prefix=prefix, implementation=implementation).name
+    if name == "cudnn" and prefix is None:
+        from kvjax.kernels.prefill_attention import cudnn
+
+        return cudnn.attention(q, k, v, scale)
+    return reference.normalised(_partial(name, q, k, v, prefix, scale), v.dtype)
+
+
+def prefill_attention_with_log_sum(
+    q: Float[Array, "T Hr d"],
+    k: Float[Array, "T H d"],
+    v: Float[Array, "T H d"],
+    *,
+    prefix: Prefix | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T Hr d"], Float[Array, "Hr T"]]:
+    """`prefill_attention`, and the log-sum-exp of each query's logits in float32."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    name = choice(q, k, v, prefix=prefix, implementation=implementation).name
+    part = _partial(name, q, k, v, prefix, scale)
+    return reference.normalised(part, v.dtype), reference.log_sum(part)
+
+
+def _partial(name: str, q, k, v, prefix: Prefix | None, scale: float) -> reference.Partial:
+    """Output and log-sum-exp in parts, by the implementation of a name."""
     over_prefix = reference.over_prefix
     if name == "cudnn":
         from kvjax.kernels.prefill_attention import cudnn
 
-        if prefix is None and not return_log_sum:
-            return cudnn.attention(q, k, v, scale)
         part = cudnn.causal(q, k, v, scale)
         over_prefix = cudnn.over_prefix
     elif name == "splash":
@@ -75,8 +96,7 @@ def prefill_attention(
     if prefix is not None:
         before = over_prefix(q, prefix.k, prefix.v, prefix.length, scale)
         part = reference.merged(part, before)
-    out = reference.normalised(part, v.dtype)
-    return (out, reference.log_sum(part)) if return_log_sum else out
+    return part
 
 
 def choice(

@@ -44,8 +44,8 @@ def window_metrics(
         above: count the queries that give a key at least this times an even share, 1 / keys seen,
             in place of summing p.
         log_sum: log-sum-exp of each query's logits over all keys it sees, where the last w keys
-            are those of the queries, in order: `prefill_attention` returns it. One pass over the
-            logits suffices then. Without effect on `above`.
+            are those of the queries, in order (`prefill_attention_with_log_sum` returns it). One
+            pass over the logits suffices then. Without effect on `above`.
         scale: factor of the logits, 1/√d by default.
         query_block: queries handled at once (static); by default as many as memory allows.
 
