@@ -47,6 +47,7 @@ METHODS = (
     "kv-compress-w32-l2",
     "kv-compress-full-l2",
     "h2o",
+    "shared-reads",
     "kvcrush:snapkv",
     "kmeans:snapkv",
 )
@@ -148,7 +149,8 @@ def measure_compression(model: Any, rate: float, repeats: int, progress: Progres
     prefill: dict[str, float] = {}
     writing: dict[str, float] = {}
     bytes_after = held = 0
-    for method in ("full", "kv-compress"):
+    default = CompressionConfig().method
+    for method in ("full", default):
         progress(f"prefill, {method}")
         compression = CompressionConfig(method=method, rate=None if method == "full" else rate)
         llm = make_llm(model, compression, length)
@@ -162,11 +164,12 @@ def measure_compression(model: Any, rate: float, repeats: int, progress: Progres
     return {
         "length": length,
         "rate": rate,
+        "method": default,
         "prefill_seconds": prefill,
         "write_seconds": writing,
         # The whole: observing, choosing and writing the survivors. The full cache writes too.
-        "share_of_prefill": writing["kv-compress"] / prefill["kv-compress"],
-        "observing_share": prefill["kv-compress"] / prefill["full"] - 1,
+        "share_of_prefill": writing[default] / prefill[default],
+        "observing_share": prefill[default] / prefill["full"] - 1,
         "cache_bytes": bytes_after,
         "bytes_allowed": full_bytes / rate + one_block + 8 * held,
     }
