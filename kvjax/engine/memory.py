@@ -74,7 +74,8 @@ def plan_memory(
     heads, b, slots = layers * kv_heads, config.block_size, config.max_batch
     item = leaves[0].dtype.itemsize
     block = b * (2 * shape.head_dim * dtype.itemsize + 8)
-    per_token = heads * (2 * shape.head_dim * item + 4)
+    # Beside keys and values up to three numbers of what was observed.
+    per_token = heads * (2 * shape.head_dim * item + 12)
     scratch_tokens = min(config.prefill_scratch, max_len)
     chunk = min(config.prefill_chunk, max_len)
     scratch = per_token * (scratch_tokens + chunk)
