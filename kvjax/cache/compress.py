@@ -37,7 +37,7 @@ def compress(
     slots: Int32[Array, " G"],
     keep_blocks: Int32[Array, " G"],
     *,
-    protected: Int32[Array, ""] | int = 0,
+    protected: Int32[Array, "*G"] | int = 0,
     sinks: Int32[Array, ""] | int = 0,
     method: Method | None = None,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
@@ -52,7 +52,7 @@ def compress(
         cache: the cache (donate it).
         slots: sequence slots, each at most once; slots out of range are passed over.
         keep_blocks: the budget of each, from `kvjax.cache.budget.budget_blocks`.
-        protected: newest token positions that are never evicted.
+        protected: newest token positions that are never evicted, of each sequence or of all.
         sinks: oldest token positions that are never evicted.
         method: whose allocation, unit and scope decide (static); None for the globally cheapest
             blocks.

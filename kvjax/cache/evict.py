@@ -115,7 +115,7 @@ def schedule_evictions(
     slots: Int32[Array, " G"],
     evict: Int32[Array, " G"],
     *,
-    protected: Int32[Array, ""] | int = 0,
+    protected: Int32[Array, "*G"] | int = 0,
     sinks: Int32[Array, ""] | int = 0,
     method: Method | None = None,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
@@ -126,7 +126,7 @@ def schedule_evictions(
         cache: the cache.
         slots: sequence slots to compress; each at most once. Slots out of range are passed over.
         evict: blocks that each of them shall give up.
-        protected: the newest token positions that stay.
+        protected: the newest token positions that stay, of each sequence or of all.
         sinks: the oldest token positions that stay.
         method: whose allocation, unit and scope decide (static); None for the globally cheapest
             blocks.
@@ -139,8 +139,8 @@ def schedule_evictions(
     evict = jnp.maximum(jnp.asarray(evict, jnp.int32), 0)
     keep = jnp.sum(blocks_for(context_len, cache.block_size), axis=(1, 2)) - evict
     plan = jax.vmap(
-        lambda k, s: Plan.of(method, num_layers, num_heads, cache.block_size, k, s, protected)
-    )(keep, seq_len)
+        lambda k, s, p: Plan.of(method, num_layers, num_heads, cache.block_size, k, s, p)
+    )(keep, seq_len, jnp.broadcast_to(jnp.asarray(protected, jnp.int32), slots.shape))
 
     def prices_of(batch):
         slot, layer, group = batch

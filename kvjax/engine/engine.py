@@ -115,6 +115,7 @@ class Engine:
                 if request is None:
                     return
                 self.job = self.worker.begin(request)
+                request.measured = request.length
                 if request.stats.admitted is None:
                     request.stats.admitted = self.clock()
             job = self.job
@@ -325,6 +326,7 @@ class Engine:
                 freed = self.worker.compress(
                     [r.slot for r in group if r.slot is not None],
                     [r.budget for r in group if r.budget is not None],
+                    [0 if decode_rule(method) else r.unmeasured for r in group],
                     method,
                     most,
                     max(r.longest for r in group),

@@ -110,6 +110,8 @@ class Request:
     """Blocks it needs for the next visit, as last reported."""
     since_compression: int = 0
     """Tokens generated since it was last compressed."""
+    measured: int = 0
+    """Tokens of its last prefill, which is what its method has observed."""
     unevictable: int = 0
     """Blocks over the budget that an attempt to admit it could not evict."""
 
@@ -136,6 +138,15 @@ class Request:
     def remaining(self) -> int:
         """Tokens it may still generate."""
         return self.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def unmeasured(self) -> int:
+        """Newest tokens that stay when it is compressed while it decodes, for a method that does
+        not observe decode steps: what was generated has no metric. At most half of the cap."""
+        if self.budget is None:
+            return 0
+        cap = self.budget // self.heads * self.block_size
+        return min(max(0, self.length - self.measured), cap // 2)
 
     @property
     def compressed_first(self) -> bool:

@@ -265,13 +265,14 @@ def compress_slots(
     keep_blocks: Int32[Array, " G"],
     method: Method,
     max_kvs_per_step: int,
+    protected: Int32[Array, " G"] | int = 0,
 ) -> tuple[PagedCache, CompressReport]:
-    """`kvjax.cache.compress` with what a method protects."""
+    """`kvjax.cache.compress` with what a method protects, or `protected` newest tokens if more."""
     return compress(
         cache,
         slots,
         keep_blocks,
-        protected=method.protected,
+        protected=jnp.maximum(protected, method.protected),
         sinks=method.sinks,
         method=None if method.is_plain else method,
         max_kvs_per_step=max_kvs_per_step,

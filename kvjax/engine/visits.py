@@ -384,15 +384,18 @@ def compress_some(
     cache: PagedCache,
     slots: Int32[Array, " G"],
     keep_blocks: Int32[Array, " G"],
+    protected: Int32[Array, " G"],
 ) -> tuple[PagedCache, Int32[Array, " G"]]:
     """Compress some slots whose heads own at most `max_blocks` (static) blocks each.
+
+    Their `protected` newest tokens stay, if that is more than what the method protects.
 
     Returns the cache and the blocks that each gave back.
     """
     part = take_slots(cache, slots, max_blocks)
     own = jnp.arange(slots.shape[0], dtype=jnp.int32)
     own = jnp.where(slots < cache.num_slots, own, slots.shape[0])
-    part, report = steps.compress_slots(part, own, keep_blocks, method, max_kvs_per_step)
+    part, report = steps.compress_slots(part, own, keep_blocks, method, max_kvs_per_step, protected)
     return put_slots(cache, slots, part), report.freed
 
 

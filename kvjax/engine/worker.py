@@ -227,24 +227,31 @@ class Worker:
         return report
 
     def compress(
-        self, slots: Sequence[int], keep: Sequence[int], method: Method, most: int, longest: int
+        self,
+        slots: Sequence[int],
+        keep: Sequence[int],
+        protected: Sequence[int],
+        method: Method,
+        most: int,
+        longest: int,
     ) -> jax.Array:
         """Compress `slots` to `keep` blocks each; returns the blocks each gives back.
 
         Args:
             slots: sequence slots.
             keep: their budgets.
+            protected: newest tokens of each that stay, if that is more than their method protects.
             method: their method.
             most: KVs sorted at once.
             longest: no head of theirs holds more KVs.
         """
         group = fitting(len(slots), self.compress_sizes)
         columns = fitting(-(-longest // self.config.block_size), self.compress_widths)
-        keeps = np.zeros(group, np.int32)
-        keeps[: len(keep)] = keep
+        keeps, stay = np.zeros((2, group), np.int32)
+        keeps[: len(keep)], stay[: len(protected)] = keep, protected
         self.cache, freed = self._run(
             ("compress", method, most, columns, group),
-            _COMPRESS, method, most, columns, self.cache, self._padded(slots, group), keeps,
+            _COMPRESS, method, most, columns, self.cache, self._padded(slots, group), keeps, stay,
         )  # fmt: skip
         return freed
 
@@ -272,7 +279,7 @@ class Worker:
                 for width in self.compress_widths:
                     longest = width * self.config.block_size
                     slots = [outside] * group
-                    self.compress(slots, slots, request.method, most, longest)
+                    self.compress(slots, slots, slots, request.method, most, longest)
         self.empty([])
 
     def _padded(self, slots: Sequence[int], group: int) -> np.ndarray:

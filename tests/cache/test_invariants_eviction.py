@@ -35,6 +35,16 @@ def schedule(pair: Pair, slots, evict, **options) -> kv.EvictionSchedule:
     )
 
 
+def test_invariant_05_each_sequence_has_its_own_protection():
+    pair = filled([16, 13, 11], ROOMY, seed=5)
+    slots, evict, protected = [0, 1, 2], [12, 12, 12], [0, 6, 3]
+    together = schedule(pair, slots, evict, protected=jnp.asarray(protected, jnp.int32))
+    assert together.protected.tolist() == protected
+    for slot in slots:
+        alone = schedule(pair, [slot], [12], protected=protected[slot])
+        np.testing.assert_array_equal(together.count[slot], alone.count[0])
+
+
 @pytest.mark.parametrize("protected", [0, 6])
 @pytest.mark.parametrize("evict", [[0, 0, 0], [1, 5, 2], [12, 0, 3], [99, 99, 99]])
 def test_invariant_01_budget(evict, protected):

@@ -192,6 +192,27 @@ def test_compression_on_an_interval(tiny_params):
     assert_empty(llm)
 
 
+@pytest.mark.parametrize("method", ["kv-compress", "kv-compress-continual"])
+def test_compression_keeps_generated_tokens_that_nobody_measured(tiny_params, method):
+    compression = CompressionConfig(
+        method=method, max_cache_tokens=32, protected=4, window=8, compress_every=6
+    )
+    llm = make_llm(tiny_params, compression)
+    llm.add_request(prompts_of(60)[0], greedy(60))
+    while llm.metrics.as_dict()["kvjax_compressions_total"] < 3:
+        llm.step()
+    cache = llm.worker.cache
+    seq_len, pages = int(cache.seq_len[0]), np.minimum(cache.block_table[0], cache.num_blocks - 1)
+    held = np.asarray(cache.position)[pages].reshape(TINY.num_layers, TINY.num_kv_heads, -1)
+    index = np.arange(held.shape[-1])
+    held = np.where(index < np.asarray(cache.context_len[0])[..., None], held, -1)
+    generated = np.arange(60, seq_len)[-16:]
+    there = [np.isin(generated, row).all() for row in held.reshape(-1, held.shape[-1])]
+    assert len(generated) == 16
+    # Those that decode steps measured compete with the prompt's.
+    assert all(there) == (method == "kv-compress")
+
+
 def test_logprobs(tiny_params):
     prompts = prompts_of(10, 40)
     llm = make_llm(tiny_params)

@@ -76,7 +76,7 @@ def test_a_long_prompt_peaks_below_its_full_cache(monkeypatch):
     request = llm.scheduler.prefilling
     assert request is not None
     with pytest.raises(InterruptedError):
-        llm.worker.compress([0], [1], request.method, 1 << 20, length)
+        llm.worker.compress([0], [1], [0], request.method, 1 << 20, length)
     assert temporaries.keys() == {"chunk", "compress"}
     full = length * config.num_layers * config.num_kv_heads * 2 * config.head_dim * 4
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.worker.cache))

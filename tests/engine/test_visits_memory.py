@@ -51,7 +51,7 @@ def admit(method: str | None) -> tuple:
 
 def compress(method: str) -> tuple:
     run = partial(visits.compress_some, get_method(method), 100_000, 16)
-    return run, (abstract_cache(SHAPES), SOME, SOME)
+    return run, (abstract_cache(SHAPES), SOME, SOME, SOME)
 
 
 def empty() -> tuple:
