@@ -42,7 +42,7 @@ def prompt(length: int, seed: int, *, ties: bool = False) -> tuple[np.ndarray, .
 @jax.jit
 def observed_whole(q, k, length):
     def one(part):
-        return observe_prompt(METHOD, 0, *part, length)
+        return observe_prompt(METHOD, 0, *part, length)  # type: ignore[call-arg]
 
     return keep_reads(METHOD, jax.lax.map(one, (q, k)), length, T)
 
@@ -102,7 +102,7 @@ def test_background_is_the_mean_of_a_sample(length):
 @pytest.mark.parametrize("held", [13, 40])
 def test_chunks_read_what_the_whole_prompt_reads(held):
     """Without the background, whose sample is that of the last chunk."""
-    observation = dataclasses.replace(METHOD.observation, background=0.0)
+    observation = dataclasses.replace(METHOD.observation, background=0.0)  # type: ignore[type-var]
     method = dataclasses.replace(METHOD, observation=observation)
     length = 61
     q, k = prompt(length, held)
@@ -111,7 +111,7 @@ def test_chunks_read_what_the_whole_prompt_reads(held):
     got = in_chunk(method, q, k, held, length, order)
 
     def one(part):
-        return observe_prompt(method, 0, *part, length)
+        return observe_prompt(method, 0, *part, length)  # type: ignore[call-arg]
 
     whole = jax.jit(lambda *qk: keep_reads(method, jax.lax.map(one, qk), jnp.int32(length), T))
     want = np.asarray(whole(q, k))
@@ -137,7 +137,7 @@ def test_room_has_the_shape_of_what_is_observed():
         method = get_method(name)
 
         def one(part, method=method):
-            return observe_prompt(method, 0, *part, jnp.int32(60))
+            return observe_prompt(method, 0, *part, jnp.int32(60))  # type: ignore[call-arg]
 
         got = jax.eval_shape(lambda *qk, one=one: jax.lax.map(one, qk), q, k)
         room = unobserved(method, (L, H, R), T)
@@ -150,7 +150,7 @@ def test_what_is_observed_ends_as_plain_metrics():
     method = get_method("kvcrush:shared-reads")
 
     def one(part):
-        return observe_prompt(method, 0, *part, jnp.int32(60))
+        return observe_prompt(method, 0, *part, jnp.int32(60))  # type: ignore[call-arg]
 
     def all_layers(*qk):
         return keep_reads(method, jax.lax.map(one, qk), jnp.int32(60), T)
@@ -174,4 +174,4 @@ def test_reads_are_checked(bad):
 def test_reads_need_a_window_that_sums():
     for bad in ({"window": None}, {"window": 3}, {"window": 4, "statistic": "hits"}):
         with pytest.raises(ValueError, match="window"):
-            Observation(**bad, reads=Reads())
+            Observation(**bad, reads=Reads())  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def test_how_many_heads_come_at_once_changes_nothing(case: str, rows: int) -> No
     p = problem(lengths, dataclasses.replace(shape, dtype="float32"))
     together, few = run_xla(p, True), run_xla(p, True, rows)
     for one, other in zip(together, few, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
 
 
 @settings(max_examples=5, deadline=None)

@@ -36,7 +36,7 @@ def held(seed: int, lengths: tuple[int, ...], most: int):
     for head, length in enumerate(lengths):
         position[head, :length] = rng.permutation(200)[:length]
         k[head, length:] = v[head, length:] = np.nan
-    prefix = Prefix(*(jnp.asarray(x, jnp.float32) for x in (k, v)), jnp.asarray(lengths, jnp.int32))
+    prefix = Prefix(*(jnp.asarray(x, jnp.float32) for x in (k, v)), jnp.asarray(lengths, jnp.int32))  # type: ignore[call-arg]
     return prefix, jnp.asarray(position)
 
 
