@@ -245,6 +245,8 @@ class Engine:
             told, visit = jax.device_get(([started for _, started in starts], report))
         now = self.clock()
         self.scheduler.free = int(visit.free)
+        # Before those that ended leave, and before anything is compressed.
+        self.metrics.note_free(self.scheduler.free)
         for (job, _), started in zip(starts, told, strict=True):
             self._note_start(job.request, started, now)
         progress = False

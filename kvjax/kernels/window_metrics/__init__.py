@@ -55,34 +55,21 @@ def window_metrics(
     _checked(q, k, query_position, key_position, power, query_block)
     key_position, query_block = _defaults(q, k, key_position, query_block)
     scale = 1 / math.sqrt(k.shape[-1]) if scale is None else scale
-    if log_sum is not None and above is None:
-        if log_sum.shape != (q.shape[1], q.shape[0]):
-            raise wanted("log_sum shape", list(log_sum.shape), [q.shape[1], q.shape[0]])
-        if q.shape[0] > k.shape[0]:
-            raise wanted("q shape", list(q.shape), f"at most {k.shape[0]} queries with log_sum")
-        return tiles.window_metrics(
-            q,
-            k,
-            log_sum=log_sum,
-            query_position=query_position,
-            key_position=key_position,
-            power=power,
-            excluded_distance=excluded_distance,
-            query_weight=query_weight,
-            scale=scale,
-        )
-    return reference.window_metrics(
-        q,
-        k,
-        query_position=query_position,
-        key_position=key_position,
-        power=power,
-        excluded_distance=excluded_distance,
-        query_weight=query_weight,
-        above=above,
-        scale=scale,
-        query_block=query_block,
-    )
+    common = {
+        "query_position": query_position,
+        "key_position": key_position,
+        "power": power,
+        "excluded_distance": excluded_distance,
+        "query_weight": query_weight,
+        "scale": scale,
+    }
+    if log_sum is None or above is not None:
+        return reference.window_metrics(q, k, **common, above=above, query_block=query_block)
+    if log_sum.shape != (q.shape[1], q.shape[0]):
+        raise wanted("log_sum shape", list(log_sum.shape), [q.shape[1], q.shape[0]])
+    if q.shape[0] > k.shape[0]:
+        raise wanted("q shape", list(q.shape), f"at most {k.shape[0]} queries with log_sum")
+    return tiles.window_metrics(q, k, **common, log_sum=log_sum)
 
 
 def hit_intervals(
