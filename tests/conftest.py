@@ -4,6 +4,7 @@ Tests that need files which are not part of the repository ask for the fixtures 
 skipped by name where those files are absent.
 """
 
+import gc
 import importlib
 import os
 import tempfile
@@ -47,6 +48,24 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
 # `pytest --hypothesis-profile=default` draws new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+MOST_MAPPINGS = 20_000
+"""Linux allows a process 65,530 (vm.max_map_count), and one module's tests take up to 31,000."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_mappings() -> Iterator[None]:
+    """Drops compiled programs between modules before they use up the process's memory mappings.
+
+    Each program on a CPU takes tens of them, a test process compiles thousands of programs and
+    JAX keeps them all; where no mapping is left, XLA ends the process.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
+        importlib.import_module("jax").clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
