@@ -146,7 +146,7 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
     for variant in wanted:
         method = get_method(variant.method)
         observe = jax.jit(functools.partial(passes.observe, method))
-        metric = observe(dense.q, dense.k, dense.v, np.int32(cut))
+        metric = observe(dense.q, dense.k, dense.log_sum, np.int32(cut))
         width = -(-size // b) + 1
         cache = init_cache(
             num_slots=1,
