@@ -16,7 +16,7 @@ from kvjax.cache.methods import Method, Observation
 from kvjax.cache.metrics import fading_pool, pool_metric, pool_metric_at, reduce_group
 from kvjax.kernels import hit_intervals, window_metrics
 
-BACKGROUND_QUERIES = 64
+BACKGROUND_QUERIES = 256
 """Queries that `Observation.background` samples."""
 BACKGROUND_DISTANCE = 10
 """Tokens between a key and those of them that count, as in KV-Compress, full."""
@@ -160,9 +160,10 @@ def _received(
     weight: Float[Array, " w"] | None,
     now: Int32[Array, ""],
     key_position: Int32[Array, "T H"] | None,
-    log_sum: Float[Array, "Hr w"] | None,
+    log_sum: Float[Array, "Hr n"] | None,
 ) -> Float[Array, "H r T"]:
-    """What the observed queries give each key, per query head."""
+    """What the observed queries give each key, per query head; `log_sum` is that of all queries,
+    of use if all are observed."""
     positions = {"query_position": query_position, "key_position": key_position}
     if observation.statistic == "recency":
         last, longest = hit_intervals(q, k, **positions, least=observation.least)
@@ -177,7 +178,7 @@ def _received(
         excluded_distance=observation.excluded_distance,
         query_weight=weight,
         above=1.0 if observation.statistic == "hits" else None,
-        log_sum=log_sum,
+        log_sum=log_sum if observation.window is None else None,
     )
     return received.reshape(k.shape[1], -1, k.shape[0])
 
@@ -221,11 +222,12 @@ def background(
     start: Int32[Array, ""],
     length: Int32[Array, ""],
     key_position: Int32[Array, "P H"] | None,
+    log_sum: Float[Array, "Hr T"] | None = None,
 ) -> Float[Array, "H P"]:
     """`Observation.background` of every key: what text in general, not the question, reads.
 
-    The sample is half the last 32 queries, half 32 evenly spaced ones. A query counts for the keys
-    at least 10 tokens before it; their mean, over at least a 20th of the sample, is taken.
+    The sample is half the last 128 queries, half 128 evenly spaced ones. A query counts for the
+    keys at least 10 tokens before it; their mean, over at least a 20th of the sample, is taken.
 
     Args:
         observation: the observation (static).
@@ -234,6 +236,7 @@ def background(
         start: position of the first query.
         length: queries; those from `length` on are padding.
         key_position: token position of each key, −1 for none; 0 … P−1 if None.
+        log_sum: of each query's logits; spares two passes over those of the sample.
     """
     half = BACKGROUND_QUERIES // 2
     i = jnp.arange(half, dtype=jnp.int32)
@@ -241,9 +244,12 @@ def background(
     spaced = (i + 1) * (length // half) + (i + 1) * (length % half) // half - 1
     index = jnp.concatenate([spaced, length - half + i])
     position = jnp.where(index >= 0, start + index, -1)
+    index = jnp.maximum(index, 0)
     received = window_metrics(
-        q[jnp.maximum(index, 0)],
+        q[index],
         k,
+        log_sum=None if log_sum is None else log_sum[:, index],
+        own_keys_last=False,
         query_position=position,
         key_position=key_position,
         excluded_distance=BACKGROUND_DISTANCE,
@@ -294,10 +300,11 @@ def keep_reads(
     for age in range(1, min(given.shape)):
         moved = jnp.pad(given[age, :-age], (age, 0))
         read = read + moved * jnp.float32(method.observation.query_decay**age)
-    read = jnp.where(counts, fading_pool(read, reads.ahead, reads.fade), 0)
+    read = jnp.where(token < seq_len, fading_pool(read, reads.ahead, reads.fade), 0)
+    read = jnp.where(read >= reads.sure, read, 0)
     value, top = lax.top_k(read, min(reads.tokens, read.shape[0]))
     first = READ + reads.tokens - jnp.arange(top.shape[0], dtype=jnp.float32)
-    least = (reads.weight * read).at[top].set(jnp.where(value > 0, first, 0))
+    least = read.at[top].set(jnp.where(value > 0, first, 0))
     if observed.position is not None:
         least = jnp.where(observed.position >= 0, least[jnp.maximum(observed.position, 0)], 0)
     metric = jnp.maximum(observed.metric, least)
@@ -336,13 +343,12 @@ def observe_prompt(
     queries, position, weight = _window(observation, q, jnp.int32(0), length)
     window_start, window = length - queries.shape[0], None
     if observation.reads is None:
-        sums = log_sum if needs_log_sum(method) else None
-        received = _received(observation, queries, k, position, weight, length - 1, None, sums)
+        received = _received(observation, queries, k, position, weight, length - 1, None, log_sum)
     else:
         window, received = _by_age(observation, q, k, jnp.int32(0), length, None)
     metric = _joined(observation, received, None, window_start)
     if observation.background:
-        metric = metric + background(observation, q, k, jnp.int32(0), length, None)
+        metric = metric + background(observation, q, k, jnp.int32(0), length, None, log_sum)
     votes = _pooled(observation, received, None, window_start) if method.votes else None
     if votes is None and window is None:
         return metric
@@ -388,15 +394,15 @@ def observe_chunk(
         return intrinsic_metric(observation, layer, keys, key_position.T).T
     queries, query_position, weight = _window(observation, q, start, length)
     window = None
+    at = key_position.T
     if observation.reads is None:
-        now, at = start + length - 1, key_position.T
-        sums = log_sum if needs_log_sum(method) else None
-        received = _received(observation, queries, keys, query_position, weight, now, at, sums)
+        now = start + length - 1
+        received = _received(observation, queries, keys, query_position, weight, now, at, log_sum)
     else:
-        window, received = _by_age(observation, q, keys, start, length, key_position.T)
+        window, received = _by_age(observation, q, keys, start, length, at)
     metric = _joined(observation, received, key_position, start + length - queries.shape[0])
     if observation.background:
-        metric = metric + background(observation, q, keys, start, length, key_position.T)
+        metric = metric + background(observation, q, keys, start, length, at, log_sum)
     if window is None:
         return metric
     return Observed(metric, None, window, key_position)
@@ -427,9 +433,12 @@ def decay_metrics(
 
 
 def needs_log_sum(method: Method) -> bool:
-    """Whether a method sums the attention of all queries: one pass over the logits is enough for
+    """Whether a method sums the attention of many queries: one pass over the logits is enough for
     it where the attention itself tells their log-sum-exp."""
-    return grows(method) and method.observation.statistic == "sum"  # type: ignore[union-attr]
+    observation = method.observation
+    if observation is None:
+        return False
+    return observation.background > 0 or (grows(method) and observation.statistic == "sum")
 
 
 def grows(method: Method) -> bool:

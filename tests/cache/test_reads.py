@@ -22,6 +22,7 @@ from kvjax.cache.observe import (
     plain_metric,
     unobserved,
 )
+from kvjax.kernels import prefill_attention_with_log_sum
 from tests.oracle.scores import Prompt, read_by_any, sampled_mean
 
 L, H, R, D, T = 2, 2, 2, 8, 64
@@ -75,27 +76,54 @@ def test_fading_pool(values, ahead, flat):
     assert np.asarray(fading_pool(jnp.asarray(row), ahead, fade)).tolist() == want
 
 
-@pytest.mark.parametrize("length", [64, 63, 50, 40, 37, 36, 20, 3, 1])
-@pytest.mark.parametrize("ties", [False, True])
-def test_all_heads_keep_what_one_reads(length, ties):
-    q, k = prompt(length, length, ties=ties)
+@pytest.mark.parametrize(
+    ("length", "read_at", "found"),
+    [
+        (64, 10, True), (64, 4, True), (64, 3, False), (64, 31, True), (64, 32, False),
+        (63, 20, True), (50, None, True), (37, 4, True), (37, 5, False), (36, 4, False),
+        (20, 5, False), (64, None, False), (3, None, False), (1, None, False),
+    ],
+)  # fmt: skip
+def test_all_heads_keep_what_one_reads(length, read_at, found):
+    """The first 4 and the last 32 tokens are not read, but the latter may follow one that is."""
+    q, k = prompt(length, length)
+    if read_at is not None:
+        q[1, length - 1, 3], k[1, read_at, 1] = 4, 4
     metric = np.asarray(observed_whole(q, k, np.int32(length)))
     read = read_by_any(Prompt(q[:, :length], k[:, :length], k[:, :length], 8, 4))
-    want = sorted(read, key=lambda j: (-read[j], j))[:10]
-    assert len(want) == max(0, min(10, length - 36))
+    want = [j for j in sorted(read, key=lambda j: (-read[j], j)) if read[j] > 0][:10]
+    assert bool(want) == found
+    if read_at is not None and found:
+        assert want == list(range(read_at, read_at + 10))
     for row in metric.reshape(L * H, T):
         assert [int(j) for j in np.argsort(-row, kind="stable") if row[j] > READ] == want
 
 
+def test_where_nothing_is_read_heads_go_by_their_own_metric():
+    """Equal keys: every query spreads its attention evenly."""
+    q, k = prompt(64, 0, ties=True)
+    without = dataclasses.replace(METHOD.observation, reads=None)  # type: ignore[type-var]
+    method = dataclasses.replace(METHOD, observation=without)
+    own = jax.jit(lambda *qk: jax.lax.map(lambda part: observe_prompt(method, 0, *part, 64), qk))
+    np.testing.assert_allclose(observed_whole(q, k, np.int32(64)), own(q, k), rtol=1e-5)
+
+
 @pytest.mark.parametrize("length", [64, 50, 20, 5])
-def test_background_is_the_mean_of_a_sample(length):
+@pytest.mark.parametrize("log_sum", [False, True])
+def test_background_is_the_mean_of_a_sample(length, log_sum):
+    """Also where the attention has told the log-sum-exp of each query."""
     q, k = prompt(length, length)
-    observation = Observation(window=4, background=30)
-    jitted = jax.jit(lambda q, k, n: background(observation, q, k, jnp.int32(0), n, None))
-    got = np.asarray(jitted(q[0], k[0], np.int32(length)))
+    observation = Observation(window=4, background=60)
+
+    @jax.jit
+    def sampled(q, k, n):
+        sums = prefill_attention_with_log_sum(q, k, k)[1] if log_sum else None
+        return background(observation, q, k, jnp.int32(0), n, None, sums)
+
+    got = np.asarray(sampled(q[0], k[0], np.int32(length)))
     oracle = Prompt(q[:, :length], k[:, :length], k[:, :length], 8, 4)
     for head in range(H):
-        want = 30 * sampled_mean(oracle, 0, head)
+        want = 60 * sampled_mean(oracle, 0, head)
         np.testing.assert_allclose(got[head, :length], want, rtol=2e-4, atol=1e-6)
 
 
@@ -164,7 +192,15 @@ def test_what_is_observed_ends_as_plain_metrics():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"tokens": 0}, {"queries": 0}, {"ahead": -1}, {"fade": 1.5}, {"oldest": -1}, {"newest": -1}],
+    [
+        {"tokens": 0},
+        {"queries": 0},
+        {"ahead": -1},
+        {"fade": 1.5},
+        {"sure": -0.1},
+        {"oldest": -1},
+        {"newest": -1},
+    ],
 )
 def test_reads_are_checked(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

@@ -52,6 +52,18 @@ def test_one_pass_gives_what_two_give(tokens, options):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 75])
+def test_a_sample_of_the_queries(tokens):
+    """In any order, some twice, some missing, and also more of them than keys."""
+    q, k, v = prompt(tokens, tokens)
+    _, log_sum = prefill_attention_with_log_sum(q, k, v)
+    index = np.random.default_rng(tokens).integers(-1, tokens, 50).astype(np.int32)
+    sample = {"query_position": jnp.asarray(index), "excluded_distance": 3}
+    want = window_metrics(q[index], k, **sample)
+    got = window_metrics(q[index], k, log_sum=log_sum[:, index], own_keys_last=False, **sample)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
 def test_padding_and_weights():
     tokens, length = 75, 60
     q, k, v = prompt(0, tokens)

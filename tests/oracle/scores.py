@@ -260,7 +260,7 @@ def wide_pool(p: Prompt) -> Scores:
 
 
 def shared_reads(p: Prompt) -> Scores:
-    """w8-L2 decayed by 0.8, 30 times a sampled background, and the 10 tokens read by any head."""
+    """w8-L2 decayed by 0.8, 60 times a sampled background, and the 10 tokens read by any head."""
     result = {}
     for layer, head in p.names:
         rows = np.zeros((p.group, p.length))
@@ -268,41 +268,41 @@ def shared_reads(p: Prompt) -> Scores:
             for row, g in zip(rows, p.of_group(head), strict=True):
                 row += 0.8**age * p.attention[layer][g][i] ** 2
         # In float32: less than its last bit decides nothing.
-        rest = np.float32(30) * sampled_mean(p, layer, head).astype(np.float32)
+        rest = np.float32(60) * sampled_mean(p, layer, head).astype(np.float32)
         result[layer, head] = rows.sum(axis=0).astype(np.float32) + rest
     read = read_by_any(p)
     for rank, token in enumerate(sorted(read, key=lambda j: (-read[j], j))):
-        value = 10_000 + 10 - rank if rank < 10 and read[token] > 0 else 0.1 * read[token]
+        value = 10_000 + 10 - rank if rank < 10 and read[token] > 0 else read[token]
         for name in p.names:
             result[name][token] = max(result[name][token], np.float32(value))
     return result
 
 
 def sampled_mean(p: Prompt, layer: int, head: int) -> np.ndarray:
-    """Mean squared attention from 32 spaced and the last 32 queries at least 10 tokens later."""
-    queries = [(n + 1) * p.length // 32 - 1 for n in range(32)] + list(
-        range(p.length - 32, p.length)
+    """Mean squared attention from 128 spaced and the last 128 queries at least 10 tokens later."""
+    queries = [(n + 1) * p.length // 128 - 1 for n in range(128)] + list(
+        range(p.length - 128, p.length)
     )
     queries = [i for i in queries if i >= 0]
     mean = np.zeros(p.length)
     for j in range(p.length):
         later = [i for i in queries if i >= j + 10]
         total = sum(p.attention[layer][g][i, j] ** 2 for g in p.of_group(head) for i in later)
-        mean[j] = total / max(len(later), 3.2)
+        mean[j] = total / max(len(later), 256 / 20)
     return mean
 
 
 def read_by_any(p: Prompt) -> dict[int, float]:
     """How much the last 4 queries read each token in the head that reads it most.
 
-    The first 4 and the last 32 tokens do not count. A query n tokens before the end stands for one
-    that would read n tokens further on; 10 tokens after each share in it, 0.98 for every one.
+    The first 4 and the last 32 tokens are not read. A query n tokens before the end stands for one
+    that would read n tokens further on; 10 tokens after each share in it, 0.98 for every one. Less
+    than 0.3 is nothing.
     """
-    candidates = range(4, p.length - 32)
-    read = dict.fromkeys(candidates, 0.0)
+    read = dict.fromkeys(range(p.length), 0.0)
     for age, i in enumerate(reversed(last(p, 4))):
-        for j in candidates:
-            if j + age in read:
-                most = max(rows[g][i, j] for rows in p.attention for g in range(len(rows)))
-                read[j + age] += 0.8**age * most**2
-    return {j: max(0.98**d * read[j - d] for d in range(11) if j - d in read) for j in candidates}
+        for j in range(4, p.length - 32):
+            most = max(rows[g][i, j] for rows in p.attention for g in range(len(rows)))
+            read[j + age] += 0.8**age * most**2
+    spread = {j: max(0.98**d * read[j - d] for d in range(11) if d <= j) for j in read}
+    return {j: value if value >= 0.3 else 0.0 for j, value in spread.items()}

@@ -29,9 +29,9 @@ class Reads:
     further, what comes next follows it, and heads that match the last tokens (induction) only look
     there once decoding has begun. So the attention of each of the last queries is taken at its
     maximum over all heads of all layers, moved on by the query's age, and added up with the
-    observation's decay; then it spreads over the keys that follow, fading. The tokens where that is
-    highest are kept by all heads, and the highest of them go last; the others have a little of it
-    as the least metric in every head.
+    observation's decay; then it spreads over the keys that follow, fading. Where that is less than
+    `sure` nothing was looked up, as in most plain text. Of the other tokens the highest are kept by
+    all heads, and the highest of them go last; the rest have it as the least metric in every head.
     """
 
     tokens: int = 10
@@ -42,18 +42,20 @@ class Reads:
     """Keys after a read one that share in it."""
     fade: float = 0.98
     """What is left of it with every key of distance."""
-    weight: float = 0.1
-    """What this counts for the other tokens, beside a head's own metric."""
+    sure: float = 0.3
+    """The least that counts, in the observation's power; 0.3 is a little more than half of one
+    query's attention, squared."""
     oldest: int = 4
-    """First tokens of a prompt that do not count: heads rest on them whatever is asked."""
+    """First tokens of a prompt that are not read: heads rest on them whatever is asked."""
     newest: int = 32
-    """Last tokens that do not count: heads look at what is near whatever is asked."""
+    """Last tokens that are not read, but may follow one that is: heads look at what is near
+    whatever is asked."""
 
     def __post_init__(self):
         for field in ("tokens", "queries"):
             _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
         _check("fade", self.fade, 0 <= self.fade <= 1, "0 to 1")
-        for field in ("ahead", "weight", "oldest", "newest"):
+        for field in ("ahead", "sure", "oldest", "newest"):
             _check(field, getattr(self, field), getattr(self, field) >= 0, "at least 0")
 
 

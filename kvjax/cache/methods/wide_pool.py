@@ -7,8 +7,9 @@ head needs.
 
 `shared-reads`, the default: the last 4 queries say which tokens any head of any layer reads, and
 all heads keep the 10 that are read most; the rest of a head's budget goes by its own attention from
-the last 8 queries and by a background, the mean squared attention from 64 queries, for what the
-text rather than the question will need. docs/methods.md has the ablation.
+the last 8 queries and by a background, the mean squared attention from 256 queries, for what the
+text rather than the question will need. Where no head looks anything up, the latter is all.
+docs/methods.md has the ablation.
 """
 
 from kvjax.cache.methods.base import Method, Observation, Reads
@@ -23,7 +24,7 @@ METHODS = (
     Method(
         "shared-reads",
         "what any head reads at the end, in all heads; own window and background, global budget",
-        Observation(window=8, power=2, pool=1, query_decay=0.8, background=30, reads=Reads()),
+        Observation(window=8, power=2, pool=1, query_decay=0.8, background=60, reads=Reads()),
         protected=2,
     ),
 )

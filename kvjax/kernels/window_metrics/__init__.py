@@ -25,6 +25,7 @@ def window_metrics(
     query_weight: Float[Array, " w"] | None = None,
     above: float | None = None,
     log_sum: Float[Array, "Hr w"] | None = None,
+    own_keys_last: bool = True,
     scale: float | None = None,
     query_block: int | None = None,
 ) -> Float[Array, "Hr T"]:
@@ -43,9 +44,11 @@ def window_metrics(
         query_weight: what each query counts; 1 by default.
         above: count the queries that give a key at least this times an even share, 1 / keys seen,
             in place of summing p.
-        log_sum: log-sum-exp of each query's logits over all keys it sees, where the last w keys
-            are those of the queries, in order (`prefill_attention_with_log_sum` returns it). One
-            pass over the logits suffices then. Without effect on `above`.
+        log_sum: log-sum-exp of each query's logits over all keys it sees
+            (`prefill_attention_with_log_sum` returns it). One pass over the logits suffices then.
+            Without effect on `above`.
+        own_keys_last: with `log_sum`, whether the last w keys are those of the queries, in order:
+            most of what a query does not see is then left out (static).
         scale: factor of the logits, 1/√d by default.
         query_block: queries handled at once (static); by default as many as memory allows.
 
@@ -67,9 +70,10 @@ def window_metrics(
         return reference.window_metrics(q, k, **common, above=above, query_block=query_block)
     if log_sum.shape != (q.shape[1], q.shape[0]):
         raise wanted("log_sum shape", list(log_sum.shape), [q.shape[1], q.shape[0]])
-    if q.shape[0] > k.shape[0]:
+    if own_keys_last and q.shape[0] > k.shape[0]:
         raise wanted("q shape", list(q.shape), f"at most {k.shape[0]} queries with log_sum")
-    return tiles.window_metrics(q, k, **common, log_sum=log_sum)
+    num_own = q.shape[0] if own_keys_last else 0
+    return tiles.window_metrics(q, k, **common, log_sum=log_sum, num_own=num_own)
 
 
 def hit_intervals(
