@@ -104,7 +104,11 @@ def test_where_nothing_is_read_heads_go_by_their_own_metric():
     q, k = prompt(64, 0, ties=True)
     without = dataclasses.replace(METHOD.observation, reads=None)  # type: ignore[type-var]
     method = dataclasses.replace(METHOD, observation=without)
-    own = jax.jit(lambda *qk: jax.lax.map(lambda part: observe_prompt(method, 0, *part, 64), qk))
+
+    def one(part):
+        return observe_prompt(method, 0, *part, 64)  # type: ignore[call-arg]
+
+    own = jax.jit(lambda *qk: jax.lax.map(one, qk))
     np.testing.assert_allclose(observed_whole(q, k, np.int32(64)), own(q, k), rtol=1e-5)
 
 
