@@ -301,10 +301,10 @@ def keep_reads(
         moved = jnp.pad(given[age, :-age], (age, 0))
         read = read + moved * jnp.float32(method.observation.query_decay**age)
     read = jnp.where(token < seq_len, fading_pool(read, reads.ahead, reads.fade), 0)
-    read = jnp.where(read >= reads.sure, read, 0)
     value, top = lax.top_k(read, min(reads.tokens, read.shape[0]))
     first = READ + reads.tokens - jnp.arange(top.shape[0], dtype=jnp.float32)
-    least = read.at[top].set(jnp.where(value > 0, first, 0))
+    least = read * jnp.where(read >= reads.sure, 1, jnp.float32(reads.unsure))
+    least = least.at[top].max(jnp.where(value >= reads.sure, first, 0))
     if observed.position is not None:
         least = jnp.where(observed.position >= 0, least[jnp.maximum(observed.position, 0)], 0)
     metric = jnp.maximum(observed.metric, least)

@@ -91,7 +91,7 @@ def test_all_heads_keep_what_one_reads(length, read_at, found):
         q[1, length - 1, 3], k[1, read_at, 1] = 4, 4
     metric = np.asarray(observed_whole(q, k, np.int32(length)))
     read = read_by_any(Prompt(q[:, :length], k[:, :length], k[:, :length], 8, 4))
-    want = [j for j in sorted(read, key=lambda j: (-read[j], j)) if read[j] > 0][:10]
+    want = [j for j in sorted(read, key=lambda j: (-read[j], j)) if read[j] >= 0.3][:10]
     assert bool(want) == found
     if read_at is not None and found:
         assert want == list(range(read_at, read_at + 10))
@@ -100,7 +100,7 @@ def test_all_heads_keep_what_one_reads(length, read_at, found):
 
 
 def test_where_nothing_is_read_heads_go_by_their_own_metric():
-    """Equal keys: every query spreads its attention evenly."""
+    """Equal keys: every query spreads its attention evenly, and far less than that is read."""
     q, k = prompt(64, 0, ties=True)
     without = dataclasses.replace(METHOD.observation, reads=None)  # type: ignore[type-var]
     method = dataclasses.replace(METHOD, observation=without)
@@ -202,6 +202,7 @@ def test_what_is_observed_ends_as_plain_metrics():
         {"ahead": -1},
         {"fade": 1.5},
         {"sure": -0.1},
+        {"unsure": -0.1},
         {"oldest": -1},
         {"newest": -1},
     ],

@@ -272,7 +272,9 @@ def shared_reads(p: Prompt) -> Scores:
         result[layer, head] = rows.sum(axis=0).astype(np.float32) + rest
     read = read_by_any(p)
     for rank, token in enumerate(sorted(read, key=lambda j: (-read[j], j))):
-        value = 10_000 + 10 - rank if rank < 10 and read[token] > 0 else read[token]
+        value = read[token] * (1 if read[token] >= 0.3 else 0.1)
+        if rank < 10 and read[token] >= 0.3:
+            value = 10_000 + 10 - rank
         for name in p.names:
             result[name][token] = max(result[name][token], np.float32(value))
     return result
@@ -296,13 +298,11 @@ def read_by_any(p: Prompt) -> dict[int, float]:
     """How much the last 4 queries read each token in the head that reads it most.
 
     The first 4 and the last 32 tokens are not read. A query n tokens before the end stands for one
-    that would read n tokens further on; 10 tokens after each share in it, 0.98 for every one. Less
-    than 0.3 is nothing.
+    that would read n tokens further on; 10 tokens after each share in it, 0.98 for every one.
     """
     read = dict.fromkeys(range(p.length), 0.0)
     for age, i in enumerate(reversed(last(p, 4))):
         for j in range(4, p.length - 32):
             most = max(rows[g][i, j] for rows in p.attention for g in range(len(rows)))
             read[j + age] += 0.8**age * most**2
-    spread = {j: max(0.98**d * read[j - d] for d in range(11) if d <= j) for j in read}
-    return {j: value if value >= 0.3 else 0.0 for j, value in spread.items()}
+    return {j: max(0.98**d * read[j - d] for d in range(11) if d <= j) for j in read}

@@ -29,9 +29,10 @@ class Reads:
     further, what comes next follows it, and heads that match the last tokens (induction) only look
     there once decoding has begun. So the attention of each of the last queries is taken at its
     maximum over all heads of all layers, moved on by the query's age, and added up with the
-    observation's decay; then it spreads over the keys that follow, fading. Where that is less than
-    `sure` nothing was looked up, as in most plain text. Of the other tokens the highest are kept by
-    all heads, and the highest of them go last; the rest have it as the least metric in every head.
+    observation's decay; then it spreads over the keys that follow, fading. All heads keep the
+    tokens where that is highest, and the highest of them go last. The others have it as the least
+    metric in every head. Where it is less than `sure`, as mostly in plain text, nothing was looked
+    up for certain: no token is kept for it, and it counts for less.
     """
 
     tokens: int = 10
@@ -43,8 +44,10 @@ class Reads:
     fade: float = 0.98
     """What is left of it with every key of distance."""
     sure: float = 0.3
-    """The least that counts, in the observation's power; 0.3 is a little more than half of one
-    query's attention, squared."""
+    """The least that all heads keep a token for, in the observation's power; 0.3 is a little more
+    than half of one query's attention, squared."""
+    unsure: float = 0.1
+    """What anything less counts as the least metric."""
     oldest: int = 4
     """First tokens of a prompt that are not read: heads rest on them whatever is asked."""
     newest: int = 32
@@ -55,7 +58,7 @@ class Reads:
         for field in ("tokens", "queries"):
             _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
         _check("fade", self.fade, 0 <= self.fade <= 1, "0 to 1")
-        for field in ("ahead", "sure", "oldest", "newest"):
+        for field in ("ahead", "sure", "unsure", "oldest", "newest"):
             _check(field, getattr(self, field), getattr(self, field) >= 0, "at least 0")
 
 
