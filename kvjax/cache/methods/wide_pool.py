@@ -8,7 +8,7 @@ head needs.
 `shared-reads`, the default: the last 4 queries say which tokens any head of any layer reads, and
 all heads keep the 10 that are read most; the rest of a head's budget goes by its own attention from
 the last 8 queries and by a background, the mean squared attention from 256 queries, for what the
-text rather than the question will need. Where no head looks anything up, the latter is all.
+text rather than the question will need. Where no head looks anything up, no token is shared.
 docs/methods.md has the ablation.
 """
 

@@ -175,6 +175,7 @@ def _read_arrays(
         node = tree
         for key in path[:-1]:
             node = node.setdefault(str(key), {})
+        # What Orbax calls a leaf that it is to leave on disk.
         node[str(path[-1])] = ocp.PLACEHOLDER
         if path in chosen:
             sharding = place.sharding_of_single(path)
