@@ -12,6 +12,8 @@ from kvjax.errors import UserError
 from kvjax.models import vocabulary
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
 from tests.models.tokenizer_builders import (
+    SPECIAL,
+    tiny_tokenizer,
     write_byte_gguf,
     write_gguf,
     write_sentencepiece_gguf,
@@ -210,6 +212,20 @@ def test_saving_to_a_file_is_refused(tmp_path):
 def test_lone_surrogate_is_refused():
     with pytest.raises(UserError, match="surrogate stands at character 2"):
         ByteTokenizer().encode("ab\ud800")
+
+
+def test_tiny_tokenizer():
+    """What the engine's tests rely on: BOS, EOS, and tokens that are parts of characters."""
+    tokenizer = tiny_tokenizer()
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (97, 95, {96})
+    assert tokenizer.adds_bos
+    assert not tiny_tokenizer(adds_bos=False).adds_bos
+    assert tokenizer.encode("Hi é€\n", add_bos=True) == [95, 72, 8, 32, 27, 28, 29, 30, 31, 26]
+    assert tokenizer.encode("".join(SPECIAL)) == [95, 96]
+    assert tokenizer.decode(range(97)) == (
+        "abcdefghijklmnopqrstuvwxyz\né€" + "".join(map(chr, range(32, 95)))
+    )
+    assert tokenizer.decode([0, 27]) == "a\ufffd"
 
 
 def test_byte_tokenizer():

@@ -1,4 +1,4 @@
-"""Small GGUF files with nothing but a vocabulary, for tokenizer tests."""
+"""Small vocabularies: GGUF files with nothing else, and a tokenizer for tiny models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,38 @@ from typing import Any
 import gguf
 
 from kvjax.models import vocabulary
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.tokenizer_files import TokenizerParts
 
 SPECIAL = ["<|begin_of_text|>", "<|eot_id|>"]
+
+TINY_BYTES = b"abcdefghijklmnopqrstuvwxyz\n\xc3\xa9\xe2\x82\xac" + bytes(range(0x20, 0x5F))
+"""What ids 0 to 94 of `tiny_tokenizer` stand for: ASCII, and the bytes of é and €."""
+TINY_BOS, TINY_EOS = len(TINY_BYTES), len(TINY_BYTES) + 1
+TINY_VOCABULARY = TINY_EOS + 1
+
+
+def tiny_tokenizer(adds_bos: bool = True, chat_template: str | None = None) -> Tokenizer:
+    """97 tokens: single bytes, parts of characters among them, then BOS and EOS.
+
+    A model that draws at random soon writes half a character, and soon ends.
+    """
+    characters = vocabulary.byte_characters()
+    tokens = [*(characters[byte] for byte in TINY_BYTES), *SPECIAL]
+    backend = vocabulary.byte_level_backend(tokens, [], vocabulary.PreTokenizer())
+    types = [vocabulary.NORMAL] * len(TINY_BYTES) + [vocabulary.CONTROL] * len(SPECIAL)
+    vocabulary.add_marked_tokens(backend, tokens, types)
+    return Tokenizer(
+        TokenizerParts(
+            backend,
+            vocab_size=TINY_VOCABULARY,
+            bos_id=TINY_BOS,
+            eos_ids=frozenset({TINY_EOS}),
+            adds_bos=adds_bos,
+            chat_template=chat_template,
+            special_tokens={"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]},
+        )
+    )
 
 
 def write_gguf(
