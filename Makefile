@@ -9,17 +9,21 @@
 ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
+# A tenth of the mutations, another one with every commit.
+PARTS ?= 10
+SLICE ?= $(shell n=$$(git rev-list --count HEAD 2>/dev/null || echo 0); \
+	echo $$((n % $(PARTS) + 1))/$(PARTS))
 VENV := .venv
 LATEST := .venv-latest
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup decode model test test-slow test-latest lint types format check clean
+.PHONY: help setup decode model test test-slow test-latest mutants lint types format check clean
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "other targets: setup model test-slow test-latest lint types format clean"
+	@echo "other targets: setup model test-slow test-latest mutants lint types format clean"
 
 setup: $(VENV)/.installed
 
@@ -50,6 +54,10 @@ test-latest: model
 	@PYTHON='$(PYTHON)' scripts/venv.sh $(LATEST) --upgrade --upgrade-strategy eager -e '.[dev]'
 	@$(LATEST)/bin/python -c 'import jax; print("jax", jax.__version__)'
 	@$(LATEST)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+# Mutations of the code, each with the tests that have to notice it; `make mutants SLICE=1/1` for all.
+mutants: setup
+	@$(BIN)/python scripts/mutants.py --jobs $(JOBS) --slice $(SLICE)
 
 lint: setup
 	@$(BIN)/ruff check .

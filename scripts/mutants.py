@@ -1,0 +1,440 @@
+"""Breaks the code in one place at a time and runs the tests that are meant to notice.
+
+Why: a suite that is green says nothing of what it would let pass. tests/mutants/AREA.toml lists
+single mutations of what matters, each with the tests that catch it; a mutant that survives shows a
+hole in these tests.
+
+Examples:
+    python scripts/mutants.py                                 # all of them, an hour or so
+    python scripts/mutants.py --only '*eos*'                  # those with such a name
+    python scripts/mutants.py --area engine --slice 3/10      # the third tenth of an area
+    python scripts/mutants.py --list
+
+An entry:
+    [[mutant]]
+    name = "first-token-eos-ignored"         # unique, says what is broken
+    file = "kvjax/engine/visits.py"
+    old = "x < limit"                        # occurs once in the file
+    new = "x <= limit"
+    tests = ["tests/engine/test_visits.py"]  # files or node ids; the fewest and fastest
+    # equivalent = "why no test can tell"    # only for mutants that nothing distinguishes
+
+The tests run in copies of the tree in a temporary folder, so the tree itself may be edited
+meanwhile. They have to pass unmutated first. The last line is one JSON object; the exit code is 1
+if a mutant survives that is not marked equivalent, or could not be tried.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+import xml.etree.ElementTree
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvjax.cli import ArgumentParser, run_script
+from kvjax.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LISTS = Path("tests") / "mutants"
+NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "node_modules")
+PYTEST = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
+PASSED, FAILED, NOTHING_RAN = 0, 1, 5
+"""Exit codes of pytest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One mutation: `old` becomes `new` in `file`, and `tests` should fail."""
+
+    area: str
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str | None = None
+
+    def apply(self, text: str) -> str:
+        """The mutated text of the file."""
+        if (count := text.count(self.old)) != 1:
+            raise UserError(f"{self.title}: `old` occurs {count} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+    @property
+    def title(self) -> str:
+        return f"{self.area}/{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a mutant: killed, SURVIVED, equivalent or ERROR."""
+
+    mutant: Mutant
+    verdict: str
+    detail: str
+    seconds: float = 0.0
+
+
+def read_mutants(root: Path) -> list[Mutant]:
+    """All mutants listed under a project, ordered by the tests they need.
+
+    Raises:
+        UserError: a list is no TOML; an entry's fields are wrong; a name is taken.
+    """
+    mutants: dict[str, Mutant] = {}
+    for path in sorted((root / LISTS).glob("*.toml")):
+        try:
+            listed = tomllib.loads(path.read_text())
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"{path.relative_to(root)}: {error}") from error
+        entries = listed.get("mutant", [])
+        if set(listed) - {"mutant"} or not all(isinstance(entry, dict) for entry in entries):
+            raise UserError(f"{path.relative_to(root)}: give [[mutant]] entries alone")
+        for number, entry in enumerate(entries, 1):
+            where = f"{path.relative_to(root)}: entry {number} ({entry.get('name')})"
+            texts = ("name", "file", "old", "new", "equivalent")
+            fields = {*texts, "tests"}
+            tests = entry.get("tests")
+            if set(entry) | {"equivalent"} != fields:
+                raise UserError(f"{where}: its fields are {sorted(entry)}")
+            if not all(isinstance(entry.get(field, ""), str) for field in texts):
+                raise UserError(f"{where}: {', '.join(texts)} are texts")
+            if (
+                not isinstance(tests, list)
+                or not all(isinstance(t, str) for t in tests)
+                or not tests
+            ):
+                raise UserError(f"{where}: tests is a list of files or node ids")
+            if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry["name"]):
+                raise UserError(f"{where}: a name is words of a-z and 0-9 joined by -")
+            if entry["old"] == entry["new"] or entry.get("equivalent") == "":
+                raise UserError(f"{where}: old and new are the same, or equivalent gives no reason")
+            mutant = Mutant(path.stem, **{**entry, "tests": tuple(tests)})
+            if mutant.name in mutants:
+                raise UserError(f"{where}: {mutants[mutant.name].title} has that name")
+            mutants[mutant.name] = mutant
+    return sorted(mutants.values(), key=lambda m: (m.area, m.tests, m.name))
+
+
+def fault(mutant: Mutant, root: Path) -> str | None:
+    """Why a mutant cannot be tried, as far as its entry and the files say; None if it can."""
+    source = root / mutant.file
+    if not source.is_file():
+        return f"there is no {mutant.file}"
+    try:
+        text = mutant.apply(source.read_text())
+    except UserError as error:
+        return str(error)
+    if source.suffix == ".py":
+        try:
+            compile(text, mutant.file, "exec")
+        except SyntaxError as error:
+            return f"the mutated {mutant.file} is no Python: line {error.lineno}: {error.msg}"
+    for item in mutant.tests:
+        name, _, inner = item.partition("::")
+        if not (root / name).exists():
+            return f"there is no {name}"
+        inner = inner.partition("[")[0].split("::")[-1]
+        if inner and not re.search(rf"\b{re.escape(inner)}\b", (root / name).read_text()):
+            return f"{name} has no {inner}"
+    return None
+
+
+def slice_of(mutants: Sequence[Mutant], part: str) -> list[Mutant]:
+    """The i-th of n runs of mutants, for a part written i/n."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--slice {part}: give for instance 3/10")
+    i, n = int(match[1]), int(match[2])
+    return list(mutants[len(mutants) * (i - 1) // n : len(mutants) * i // n])
+
+
+class Bench:
+    """Copies of a project in a temporary folder, and pytest run in them.
+
+    A context manager: leaving it ends what runs and removes the copies.
+    """
+
+    def __init__(self, root: Path, copies: int):
+        self.root = root
+        self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen] = set()
+        self._closed = False
+        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for i in range(copies):
+            self._free.put(self._folder / str(i) / root.name)
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs and remove the copies; a second Ctrl-C has to wait for it."""
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with self._lock:
+            self._closed = True
+            running = list(self._running)
+        for process in running:
+            _end(process)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def copy(self) -> Iterator[Path]:
+        """A copy of the project that nobody else uses meanwhile."""
+        folder = self._free.get()
+        try:
+            if not folder.exists():
+                shutil.copytree(self.root, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+            yield folder
+        finally:
+            self._free.put(folder)
+
+    def python(self, folder: Path, *arguments: str, seconds: float) -> tuple[int | None, str]:
+        """Exit code (None after `seconds`) and output of Python in a copy of the project."""
+        data = self.root.parent / "shared" / "data"
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        if data.is_dir():
+            environment.setdefault("KVJAX_DATA", str(data))
+        with tempfile.TemporaryFile() as output:
+            with self._lock:
+                if self._closed:
+                    return None, ""
+                process = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    cwd=folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                self._running.add(process)
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                # Also what a test has started and left behind.
+                _end(process)
+                with self._lock:
+                    self._running.discard(process)
+            output.seek(0)
+            return code, output.read().decode(errors="replace")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process and all of its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def check_unmutated(bench: Bench, mutants: Sequence[Mutant]) -> tuple[dict[str, float], str]:
+    """Seconds that each listed test takes in the project as it is, if it passes; and the output.
+
+    Raises:
+        UserError: what the tests import is not the copy.
+    """
+    items = sorted({item for mutant in mutants for item in mutant.tests})
+    packages = sorted({Path(mutant.file).parts[0] for mutant in mutants})
+    with bench.copy() as folder:
+        for package in packages:
+            if not (folder / package / "__init__.py").is_file():
+                continue
+            where = f"import {package}; print({package}.__file__)"
+            _, found = bench.python(folder, "-c", where, seconds=600)
+            if not Path(found.strip()).is_relative_to(folder):
+                raise UserError(f"{package} is imported from elsewhere: {found.strip()}")
+        report = folder.parent / "report.xml"
+        report.unlink(missing_ok=True)
+        _, output = bench.python(
+            folder,
+            *(*PYTEST, "--continue-on-collection-errors"),
+            *(f"--junitxml={report}", "-o", "junit_family=xunit1", *items),
+            seconds=7200,
+        )
+        if not report.is_file():
+            return {}, output
+        seconds: dict[str, float] = {}
+        broken: set[str] = set()
+        for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+            file, name = case.get("file", ""), case.get("name", "")
+            holder = case.get("classname", "").rpartition(".")[2]
+            plain = name.partition("[")[0]
+            ids = (file, *(f"{file}::{n}" for n in (name, plain)))
+            ids += tuple(f"{file}::{holder}::{n}" for n in (name, plain)) + (f"{file}::{holder}",)
+            for item in {item for item in items if item in ids or _is_within(file, item)}:
+                if case.find("failure") is not None or case.find("error") is not None:
+                    broken.add(item)
+                if case.find("skipped") is None:
+                    seconds[item] = seconds.get(item, 0.0) + float(case.get("time", 0))
+        return {item: time for item, time in seconds.items() if item not in broken}, output
+
+
+def _is_within(file: str, folder: str) -> bool:
+    return "::" not in folder and Path(file).is_relative_to(folder)
+
+
+def try_mutant(bench: Bench, mutant: Mutant, seconds: float) -> Outcome:
+    """Apply a mutant to a copy, run its tests, take it back."""
+    begin = time.perf_counter()
+    with bench.copy() as folder:
+        source = folder / mutant.file
+        if problem := fault(mutant, folder):
+            return Outcome(mutant, "ERROR", problem)
+        whole = source.read_text()
+        try:
+            _write(source, mutant.apply(whole))
+            code, output = bench.python(folder, *PYTEST, "-x", *mutant.tests, seconds=seconds)
+        finally:
+            if folder.exists():
+                _write(source, whole)
+    took = time.perf_counter() - begin
+    if code is None:
+        verdict, detail = "killed", f"by timeout ({seconds:.0f} s)"
+    elif code == PASSED:
+        verdict, detail = "SURVIVED", " ".join(mutant.tests)
+    elif code == NOTHING_RAN:
+        verdict, detail = "ERROR", "no test ran"
+    elif code == -signal.SIGKILL:
+        verdict, detail = "ERROR", "the tests were killed: out of memory?"
+    else:
+        named = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        verdict, detail = "killed", named[1] if named else f"exit code {code}"
+    if mutant.equivalent and verdict == "SURVIVED":
+        verdict, detail = "equivalent", mutant.equivalent
+    elif mutant.equivalent and verdict == "killed":
+        verdict, detail = "ERROR", f"is marked equivalent and was killed: {detail}"
+    return Outcome(mutant, verdict, detail, took)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a source file and forget its bytecode, which may seem to fit: equal size and second."""
+    path.write_text(text)
+    for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        stale.unlink(missing_ok=True)
+
+
+def try_all(
+    bench: Bench, mutants: Sequence[Mutant], jobs: int, least_seconds: float
+) -> Iterator[Outcome]:
+    """Outcomes in the order in which they come."""
+    usable = []
+    for mutant in mutants:
+        if problem := fault(mutant, bench.root):
+            yield Outcome(mutant, "ERROR", problem)
+        else:
+            usable.append(mutant)
+    if not usable:
+        return
+    print(f"tests of {len(usable)} mutants, unmutated …", flush=True)
+    seconds, output = check_unmutated(bench, usable)
+    ready = [m for m in usable if all(item in seconds for item in m.tests)]
+    if len(ready) < len(usable):
+        print(output, flush=True)
+    for mutant in usable:
+        if broken := [item for item in mutant.tests if item not in seconds]:
+            yield Outcome(mutant, "ERROR", f"fails or does not run unmutated: {' '.join(broken)}")
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = []
+        for mutant in ready:
+            limit = least_seconds + 10 * sum(seconds[item] for item in mutant.tests)
+            futures.append(pool.submit(try_mutant, bench, mutant, limit))
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            bench.close()
+            raise
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--area", action="append", help="only that list; repeatable")
+    parser.add_argument(
+        "--only", action="append", metavar="PATTERN", help="only names like *this*; repeatable"
+    )
+    parser.add_argument("--slice", default="1/1", metavar="I/N", help="the I-th of N parts")
+    parser.add_argument("--list", action="store_true", help="name the chosen mutants and stop")
+    parser.add_argument("--jobs", type=int, default=1, help="at once (%(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=180.0,
+        help="least seconds for a mutant's tests; ten times their own time is added (%(default)s)",
+    )
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help="project (this one)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; the exit code."""
+    options = parse_arguments(arguments)
+    if not 1 <= options.jobs <= 64:
+        raise UserError(f"--jobs {options.jobs}: give a whole number from 1 to 64")
+    if not 0 < options.timeout < 1e6:
+        raise UserError(f"--timeout {options.timeout:g}: give seconds above 0")
+    root = options.root.resolve()
+    mutants = read_mutants(root)
+    for area in options.area or []:
+        if area not in {mutant.area for mutant in mutants}:
+            raise UserError(f"--area {area}: there is no {LISTS / area}.toml with a mutant")
+    mutants = [m for m in mutants if not options.area or m.area in options.area]
+    if options.only:
+        mutants = [m for m in mutants if any(fnmatch.fnmatch(m.name, p) for p in options.only)]
+    mutants = slice_of(mutants, options.slice)
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.title}  {mutant.file}  {' '.join(mutant.tests)}")
+        return 0
+    if not mutants:
+        raise UserError("no mutant is chosen: see --list")
+    begin = time.perf_counter()
+    outcomes: list[Outcome] = []
+    with Bench(root, options.jobs) as bench:
+        for outcome in try_all(bench, mutants, options.jobs, options.timeout):
+            outcomes.append(outcome)
+            count = f"[{len(outcomes)}/{len(mutants)}]"
+            title, took = outcome.mutant.title, f"{outcome.seconds:.1f} s"
+            print(f"{count} {outcome.verdict:10} {title}  {took}  {outcome.detail}", flush=True)
+
+    def named(verdict: str) -> list[str]:
+        return sorted(o.mutant.title for o in outcomes if o.verdict == verdict)
+
+    result = {
+        "mutants": len(outcomes),
+        "killed": len(named("killed")),
+        "survived": named("SURVIVED"),
+        "equivalent": named("equivalent"),
+        "errors": named("ERROR"),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    print(json.dumps(result))
+    return 1 if result["survived"] or result["errors"] else 0
+
+
+if __name__ == "__main__":
+    run_script(main)
