@@ -210,8 +210,9 @@ def _kept_blocks(
     """Blocks that each head keeps, and how many they are over what may be kept."""
     _, num_heads, units = prices.shape
     if allocation.overruns:
-        whole = jnp.round(num_heads * jnp.sum(tokens) / block_size).astype(jnp.int32)
-        keep = jnp.maximum(keep, whole)
+        whole = jnp.round(num_heads * jnp.sum(tokens) / block_size)
+        # Protecting more tokens than there are must not leave int32.
+        keep = jnp.maximum(keep, jnp.minimum(whole, 1 << 30).astype(jnp.int32))
     if allocation.heads == "cheapest" and allocation.floor:
         # A share of the even split is out of reach for the global choice.
         even = jnp.floor(allocation.floor * tokens / block_size).astype(jnp.int32)

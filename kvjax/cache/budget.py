@@ -4,9 +4,7 @@ Source: KV-Compress, section 5.2 (the cap; its "min" is a misprint for "max") an
 in blocks, global over the layers and KV heads of a sequence).
 """
 
-import math
-
-from kvjax.errors import UserError
+from kvjax.checks import INT32_MAX, check_number, check_whole
 
 FLOOR_TOKENS = 128
 """The least cap that a rate leads to."""
@@ -16,18 +14,28 @@ def cache_cap(length: int, rate: float, block_size: int = 16, floor: int = FLOOR
     """Cache tokens that a sequence of `length` tokens may keep at a compression rate.
 
     max(floor, b, ⌊(⌊length / rate⌋ − 1) / b⌋ · b); a token's worth is a KV in each layer and head.
+    So whole blocks that hold fewer than length / rate tokens, and no fewer than `floor`. A rate of
+    1 is no compression: then the whole blocks that hold all of them.
 
     Raises:
-        UserError: the rate is not a finite number ≥ 1.
+        UserError: the rate is not a finite number ≥ 1, or a size no whole number in range.
     """
-    if not (math.isfinite(rate) and rate >= 1):
-        raise UserError(f"rate {rate}: give a number of at least 1 (1 keeps everything)")
-    return max(floor, block_size, (int(length / rate) - 1) // block_size * block_size)
+    check_number("rate", rate, 1)
+    length = check_whole("length", length, 0)
+    b, floor = check_whole("block_size", block_size, 1), check_whole("floor", floor, 0)
+    tokens = -(-length // b) if rate == 1 else (int(length / rate) - 1) // b
+    return max(floor, b, tokens * b)
 
 
 def budget_blocks(cap: int, num_layers: int, num_kv_heads: int, block_size: int) -> int:
     """Blocks that a cap of so many tokens stands for, over all layers and KV heads.
 
-    The cap is rounded up to whole blocks.
+    The cap is rounded up to whole blocks. At most 2³¹ − 1, which is more than any pool: blocks are
+    counted in int32 on the device.
+
+    Raises:
+        UserError: a size is no whole number in range.
     """
-    return -(-cap // block_size) * num_layers * num_kv_heads
+    cap = check_whole("cap", cap, 0)
+    heads = check_whole("num_layers", num_layers, 1) * check_whole("num_kv_heads", num_kv_heads, 1)
+    return min(-(-cap // check_whole("block_size", block_size, 1)) * heads, INT32_MAX)

@@ -5,7 +5,12 @@ import dataclasses
 from kvjax.cache.budget import FLOOR_TOKENS, cache_cap
 from kvjax.cache.evict import MAX_KVS_PER_STEP
 from kvjax.cache.methods import Method, get_method
+from kvjax.cache.methods.base import MOST_WINDOW
+from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole
 from kvjax.errors import UserError
+
+MOST_KVS_PER_STEP = 100_000_000
+"""Most that `max_kvs_per_step` may be: some GiB of temporaries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,15 +20,21 @@ class CompressionConfig:
     Give either `rate` or `max_cache_tokens`; without both, nothing is evicted. The size of a
     sequence's cache is a cap on tokens' worth of KVs over all its layers and heads, fixed by the
     length of its prompt.
+
+    Raises:
+        UserError: a value has the wrong type or is out of range; one line that names it.
     """
 
     method: str = "shared-reads"
     rate: float | None = None
-    """Compression rate: keep about 1/rate of the prompt's KVs, and never fewer than `floor`."""
+    """Compression rate, from 1 on. The cap is as many whole blocks as hold fewer than 1/rate of
+    the prompt's tokens, but no fewer tokens than `floor`: short prompts at high rates keep more
+    than asked, see `reached_rate`. A rate of 1 evicts nothing, also while decoding."""
     max_cache_tokens: int | None = None
-    """The cap itself, in tokens."""
+    """The cap itself, in tokens; rounded up to whole blocks."""
     floor: int = FLOOR_TOKENS
-    """The least cap that a rate leads to, in tokens."""
+    """The least cap that a rate leads to, in tokens (128, as in KV-Compress); rounded up to whole
+    blocks. Without effect on `max_cache_tokens`."""
     window: int | None = None
     """Overrides the method's observation window (and its protected window, if that is equal)."""
     protected: int | None = None
@@ -40,22 +51,32 @@ class CompressionConfig:
     """KVs sorted at once; more are split."""
 
     def __post_init__(self):
-        get_method(self.method)
+        get_method(check_text("method", self.method, "the name of a method"))
+        if self.rate is not None:
+            rate = check_number("rate", self.rate, 1)
+            # As given where it is a plain number; it is compared and hashed.
+            if type(self.rate) not in (int, float):
+                object.__setattr__(self, "rate", rate)
+        ranges = {
+            "max_cache_tokens": (1, INT32_MAX),
+            "floor": (1, INT32_MAX),
+            "window": (1, MOST_WINDOW),
+            "protected": (0, INT32_MAX),
+            "sinks": (0, INT32_MAX),
+            "compress_every": (1, INT32_MAX),
+            "max_kvs_per_step": (1, MOST_KVS_PER_STEP),
+        }
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if value is not None or name in ("floor", "max_kvs_per_step"):
+                object.__setattr__(self, name, check_whole(name, value, least, most))
+        for name in ("on_prefill", "before_preemption"):
+            check_flag(name, getattr(self, name))
         if self.rate is not None and self.max_cache_tokens is not None:
             raise UserError(
                 f"rate {self.rate} and max_cache_tokens {self.max_cache_tokens}: "
                 "both set the size of the cache, give one of them"
             )
-        if self.rate is not None:
-            cache_cap(0, self.rate)
-        for name in ("max_cache_tokens", "compress_every", "max_kvs_per_step", "window", "floor"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} {value}: give a number of at least 1")
-        for name in ("protected", "sinks"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise UserError(f"{name} {value}: give a number of at least 0")
 
     @property
     def resolved(self) -> Method:
@@ -65,7 +86,10 @@ class CompressionConfig:
         if self.window is not None and observation is not None:
             if protected == observation.window:
                 protected = self.window
-            observation = dataclasses.replace(observation, window=self.window)
+            reads = observation.reads
+            if reads is not None and reads.queries > self.window:
+                reads = dataclasses.replace(reads, queries=self.window)
+            observation = dataclasses.replace(observation, window=self.window, reads=reads)
         return dataclasses.replace(
             method,
             observation=observation,
@@ -76,10 +100,10 @@ class CompressionConfig:
 
     @property
     def sized(self) -> bool:
-        """Whether there is a size to compress to: a method that evicts, and a rate or a cap."""
-        return get_method(self.method).compresses and (
-            self.rate is not None or self.max_cache_tokens is not None
-        )
+        """Whether there is a size to compress to: a method that evicts, and a rate above 1 or a
+        cap."""
+        sized = self.max_cache_tokens is not None or (self.rate is not None and self.rate > 1)
+        return sized and get_method(self.method).compresses
 
     def cap(self, prompt_len: int, block_size: int) -> int | None:
         """Cache tokens that a sequence with such a prompt may keep; None for all of them.
@@ -100,3 +124,19 @@ class CompressionConfig:
                 f"({method.protected} newest, {method.sinks} oldest): raise the cap or protect less"
             )
         return cap
+
+    def reached_rate(self, prompt_len: int, block_size: int) -> float:
+        """The rate that a prompt of this length gets: its tokens over those that the budget's
+        blocks hold; 1.0 where nothing of it is evicted.
+
+        It is above `rate` by what the cap is rounded down to whole blocks, and below it where the
+        floor holds. What cannot be evicted, and a method that overruns its cap
+        (`Allocation.exact`), make the cache larger still.
+
+        Raises:
+            UserError: the cap is smaller than what the method protects.
+        """
+        cap = self.cap(prompt_len, block_size)
+        if cap is None:
+            return 1.0
+        return max(1.0, prompt_len / (-(-cap // block_size) * block_size))

@@ -1,10 +1,13 @@
 """Caps and budgets against the oracle and the numbers of the paper's benchmark."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache.budget import budget_blocks, cache_cap
+from kvjax.errors import UserError
 from tests import oracle
 
 
@@ -13,9 +16,10 @@ from tests import oracle
     [
         (6000, 32, 176),  # 187 tokens -> 11 whole blocks
         (6000, 64, 128),  # the floor, not min(128, …)
-        (500, 1, 496),
-        (512, 1, 496),  # strictly below the length
-        (513, 1, 512),
+        (500, 1, 512),  # nothing goes
+        (512, 1, 512),
+        (513, 1.001, 496),  # strictly below 512
+        (514, 1.001, 512),
         (500, 4, 128),
         (2000, 1.5, 1328),
         (12000, 7.9, 1504),
@@ -49,6 +53,31 @@ def test_cap_equals_the_oracle(length, rate, block_size, floor):
 def test_budget_counts_partial_blocks_whole(cap, layers, heads, block_size):
     blocks = budget_blocks(cap, layers, heads, block_size)
     assert blocks == oracle.budget_blocks(cap, layers, heads, block_size)
+
+
+def test_budgets_stay_in_int32():
+    assert budget_blocks(2**31 - 1, 80, 8, 1) == 2**31 - 1
+    assert budget_blocks(0, 80, 8, 16) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: cache_cap(100, math.nan), "rate nan"),
+        (lambda: cache_cap(100, math.inf), "rate inf"),
+        (lambda: cache_cap(100, 0.99), r"rate 0.99: give a number of at least 1"),
+        (lambda: cache_cap(-1, 2), "length -1"),
+        (lambda: cache_cap(100, 2, block_size=0), "block_size 0"),
+        (lambda: cache_cap(100, 2, floor=2**31), "floor 2147483648"),
+        (lambda: budget_blocks(2**31, 1, 1, 16), "cap 2147483648"),
+        (lambda: budget_blocks(16, 1, 1, 0), "block_size 0"),
+        (lambda: budget_blocks(16, 0, 1, 16), "num_layers 0"),
+        (lambda: budget_blocks(16, 1, 0, 16), "num_kv_heads 0"),
+    ],
+)
+def test_sizes_out_of_range_are_named(call, says):
+    with pytest.raises(UserError, match=says):
+        call()
 
 
 def test_budget_rounds_the_cap_up():

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache.methods import Observation, get_method
-from kvjax.cache.methods.base import Reads
 from kvjax.cache.metrics import fading_pool
 from kvjax.cache.observe import (
     READ,
@@ -192,27 +191,3 @@ def test_what_is_observed_ends_as_plain_metrics():
     assert seen.votes is not None
     assert seen.window is None
     assert np.array_equal(plain_metric(seen), observed_whole(q, k, np.int32(60)))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"tokens": 0},
-        {"queries": 0},
-        {"ahead": -1},
-        {"fade": 1.5},
-        {"sure": -0.1},
-        {"unsure": -0.1},
-        {"oldest": -1},
-        {"newest": -1},
-    ],
-)
-def test_reads_are_checked(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Reads(**bad)
-
-
-def test_reads_need_a_window_that_sums():
-    for bad in ({"window": None}, {"window": 3}, {"window": 4, "statistic": "hits"}):
-        with pytest.raises(ValueError, match="window"):
-            Observation(**bad, reads=Reads())  # type: ignore[arg-type]

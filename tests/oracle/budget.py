@@ -7,6 +7,8 @@ import math
 
 def cache_cap(length: int, rate: float, block_size: int = 16, floor: int = 128) -> int:
     """Tokens' worth of KVs: whole blocks strictly below length / rate, at least `floor`."""
+    if rate == 1:  # no compression: room for all of it
+        return max(floor, block_size, math.ceil(length / block_size) * block_size)
     tokens = math.floor(length / rate)
     below = 0
     while below + block_size < tokens:

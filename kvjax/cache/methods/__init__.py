@@ -21,6 +21,7 @@ from kvjax.cache.methods import (
     wide_pool,
 )
 from kvjax.cache.methods.base import Allocation, Method, Observation, Representatives
+from kvjax.checks import SHOWN, shown
 from kvjax.errors import UserError
 
 _MODULES = (
@@ -58,12 +59,12 @@ def get_method(name: str) -> Method:
     wrapper, colon, base = name.partition(":")
     chosen = kvcrush.parse_wrapper(wrapper) if colon else None
     if chosen is None or base not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=3, cutoff=0.3) or list(METHODS)
-        raise UserError(f"no method {name!r}; did you mean {' or '.join(near)}?")
+        near = difflib.get_close_matches(name[:SHOWN], METHODS, n=3, cutoff=0.3) or list(METHODS)
+        raise UserError(f"no method {shown(name)}; did you mean {' or '.join(near)}?")
     try:
         return kvcrush.wrap(name, METHODS[base], chosen)
-    except ValueError as error:
-        raise UserError(f"method {name!r}: {error}") from None
+    except UserError as error:
+        raise UserError(f"method {shown(name)}: {error}") from None
 
 
 __all__ = ["METHODS", "Allocation", "Method", "Observation", "Representatives", "get_method"]

@@ -2,23 +2,60 @@
 
 A method is an `Observation` (what each KV's metric is), an `Allocation` (how many blocks each head
 keeps), a selection (unit, scope, protection) and, if it has them, `Representatives`. All of it is
-frozen and hashable: steps take a method as a static argument.
+frozen and hashable: steps take a method as a static argument. Each of them raises `UserError` for
+a value that no step could be compiled from.
 """
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal, get_args
 
 from kvjax.cache.metrics import GroupReduction, PoolKind
+from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
+from kvjax.errors import UserError
 
 Source = Literal["attention", "position", "random", "key-norm"]
 Statistic = Literal["sum", "hits", "recency"]
 Runs = Literal["prefill", "both"]
 Evidence = Literal["P", "C", "R", "A", "U", "own"]
+LayerSplit = Literal["global", "uniform", "pyramid", "weights"]
+HeadSplit = Literal["cheapest", "uniform", "ada"]
+RepresentativesKind = Literal["kvcrush", "k-means"]
+RepresentativesMode = Literal["paper", "openvino"]
+Anchor = Literal["random", "mean", "alternating", "zeros", "ones"]
+Pick = Literal["random", "middle"]
+
+MOST_WINDOW = 4096
+"""Most queries of an observation window that is not the whole prompt."""
+MOST_REACH = 255
+"""Most keys that pooling, or a read, may reach: programs grow with it."""
+MOST_UNIT = 4096
+"""Most token positions of a page."""
 
 
-def _check(name: str, value: float, good: bool, wanted: str) -> None:
-    if not good:
-        raise ValueError(f"{name}: got {value}, wanted {wanted}")
+def _wanted(name: str, value: Any, wanted: str) -> UserError:
+    return UserError(f"{name} {shown(value)}: wanted {wanted}")
+
+
+def _whole(of: Any, least: int, most: int, *names: str) -> None:
+    for name in names:
+        object.__setattr__(of, name, check_whole(name, getattr(of, name), least, most))
+
+
+def _number(of: Any, least: float, most: float, *names: str, above: bool = False) -> None:
+    for name in names:
+        check_number(name, getattr(of, name), least, most, above=above)
+
+
+def _one_of(name: str, value: Any, kinds: Any) -> None:
+    kinds = get_args(kinds)
+    if not isinstance(value, str) or value not in kinds:
+        raise _wanted(name, value, f"one of {', '.join(kinds)}")
+
+
+def _a(name: str, value: Any, kind: type, *, none: bool = False) -> None:
+    if not (isinstance(value, kind) or (none and value is None)):
+        raise _wanted(name, value, f"{kind.__name__}(…){' or None' if none else ''}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +92,12 @@ class Reads:
     whatever is asked."""
 
     def __post_init__(self):
-        for field in ("tokens", "queries"):
-            _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
-        _check("fade", self.fade, 0 <= self.fade <= 1, "0 to 1")
-        for field in ("ahead", "sure", "unsure", "oldest", "newest"):
-            _check(field, getattr(self, field), getattr(self, field) >= 0, "at least 0")
+        _whole(self, 1, MOST_WINDOW, "tokens")
+        _whole(self, 1, MOST_REACH, "queries")
+        _whole(self, 0, MOST_REACH, "ahead")
+        _whole(self, 0, INT32_MAX, "oldest", "newest")
+        _number(self, 0, 1, "fade")
+        _number(self, 0, math.inf, "sure", "unsure")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,23 +143,30 @@ class Observation:
     """Of the random source."""
 
     def __post_init__(self):
-        _check("window", self.window or 1, self.window is None or self.window >= 1, "1 or more")
-        _check("power", self.power, self.power in (1, 2), "1 or 2")
-        _check("pool", self.pool, self.pool >= 1 and self.pool % 2 == 1, "an odd number from 1 on")
-        _check("background", self.background, self.background >= 0, "at least 0")
+        if self.window is not None:
+            _whole(self, 1, MOST_WINDOW, "window")
+        _whole(self, 1, 2, "power")
+        _whole(self, 1, MOST_REACH, "pool")
+        if self.pool % 2 == 0:
+            raise _wanted("pool", self.pool, "an odd number")
+        _whole(self, 0, INT32_MAX, "excluded_distance", "seed")
+        _number(self, 0, math.inf, "background", "least")
+        _number(self, 0, 1, "query_decay", "decode_decay")
+        for name in ("pool_window", "group_first", "accumulate"):
+            check_flag(name, getattr(self, name))
+        _one_of("pool_kind", self.pool_kind, PoolKind)
+        _one_of("group", self.group, GroupReduction)
+        _one_of("statistic", self.statistic, Statistic)
+        _one_of("source", self.source, Source)
+        _a("reads", self.reads, Reads, none=True)
         sums = self.statistic == "sum"
-        _check("accumulate", self.accumulate, sums or not self.accumulate, "False but for sums")
+        if self.accumulate and not sums:
+            raise _wanted("accumulate", self.accumulate, "False but for sums")
         if self.reads is not None:
-            windowed = sums and self.window is not None and self.source == "attention"
-            _check("window", self.window or 0, windowed, "one that sums, for reads")
-            enough = (self.window or 0) >= self.reads.queries
-            _check("window", self.window or 0, enough, "at least the queries of reads")
-        for field in ("query_decay", "decode_decay"):
-            value = getattr(self, field)
-            _check(field, value, 0 <= value <= 1, "0 to 1")
-        _check(
-            "excluded_distance", self.excluded_distance, self.excluded_distance >= 0, "at least 0"
-        )
+            if not sums or self.window is None or self.intrinsic:
+                raise _wanted("window", self.window, "one that sums attention, for reads")
+            if self.window < self.reads.queries:
+                raise _wanted("window", self.window, "at least the queries of reads")
 
     @property
     def intrinsic(self) -> bool:
@@ -139,10 +184,10 @@ class Allocation:
     index. Every head keeps what it protects and at least one block.
     """
 
-    layers: Literal["global", "uniform", "pyramid", "weights"] = "global"
+    layers: LayerSplit = "global"
     """global: the cheapest blocks go, wherever they are; uniform: each layer keeps as much;
     pyramid: linearly less from layer to layer; weights: in proportion to `weights`."""
-    heads: Literal["cheapest", "uniform", "ada"] = "cheapest"
+    heads: HeadSplit = "cheapest"
     """Within a layer. cheapest: the cheapest blocks of the layer go; uniform: each head keeps as
     much; ada: Ada-KV's split by where the layer's largest metrics are. Ignored if global."""
     beta: int = 20
@@ -155,9 +200,17 @@ class Allocation:
     """Relative cache size of each layer."""
 
     def __post_init__(self):
-        _check("beta", self.beta, self.beta >= 1, "at least 1")
-        _check("floor", self.floor, 0 <= self.floor <= 1, "0 to 1")
-        _check("exact", self.exact, self.exact or self.layers == "pyramid", "True but for pyramid")
+        _one_of("layers", self.layers, LayerSplit)
+        _one_of("heads", self.heads, HeadSplit)
+        _whole(self, 1, INT32_MAX, "beta")
+        _number(self, 0, 1, "floor")
+        if not check_flag("exact", self.exact) and self.layers != "pyramid":
+            raise _wanted("exact", self.exact, "True but for pyramid")
+        _a("weights", self.weights, tuple)
+        for weight in self.weights:
+            check_number("weights", weight, 0)
+        if self.layers == "weights" and not sum(self.weights) > 0:
+            raise _wanted("weights", self.weights, "a number for each layer, not all of them 0")
 
     @property
     def overruns(self) -> bool:
@@ -172,24 +225,32 @@ class Representatives:
 
     share: float = 0.25
     """Share of what a head keeps that goes to representatives."""
-    kind: Literal["kvcrush", "k-means"] = "kvcrush"
-    mode: Literal["paper", "openvino"] = "paper"
+    kind: RepresentativesKind = "kvcrush"
+    mode: RepresentativesMode = "paper"
     """paper: a bit for each query head of the layer, one KV out of each of equal bins; openvino:
     one bit, whether the KV is in the upper half of its layer, every so many-th from the anchor."""
-    anchor: Literal["random", "mean", "alternating", "zeros", "ones"] = "random"
+    anchor: Anchor = "random"
     unit: int = 1
     """Token positions that are compared and kept together, as aligned pages."""
-    pick: Literal["random", "middle"] = "random"
+    pick: Pick = "random"
     """Which one of a bin is kept."""
     seed: int = 0
     iterations: int = 10
     """Of k-means."""
 
     def __post_init__(self):
-        _check("share", self.share, 0 < self.share < 1, "between 0 and 1")
-        _check("unit", self.unit, self.unit >= 1, "at least 1")
-        if self.kind == "k-means":
-            _check("unit", self.unit, self.unit == 1, "1 with k-means")
+        _number(self, 0, 1, "share", above=True)
+        if self.share == 1:
+            raise _wanted("share", self.share, "less than 1")
+        _one_of("kind", self.kind, RepresentativesKind)
+        _one_of("mode", self.mode, RepresentativesMode)
+        _one_of("anchor", self.anchor, Anchor)
+        _one_of("pick", self.pick, Pick)
+        _whole(self, 1, MOST_UNIT, "unit")
+        _whole(self, 0, INT32_MAX, "seed")
+        _whole(self, 1, 1000, "iterations")
+        if self.kind == "k-means" and self.unit != 1:
+            raise _wanted("unit", self.unit, "1 with k-means")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,15 +287,23 @@ class Method:
     unverified."""
 
     def __post_init__(self):
-        for field in ("protected", "sinks"):
-            _check(field, getattr(self, field), getattr(self, field) >= 0, "at least 0")
-        share = self.protected_share
-        _check("protected_share", share, 0 <= share <= 1, "0 to 1")
-        _check("unit", self.unit, self.unit >= 1, "at least 1")
-        one_choice = self.shared and self.allocation.layers == "global"
-        _check("shared", self.shared, not one_choice, "an allocation that is not global")
-        one_vector = self.representatives is not None and self.representatives.mode == "openvino"
-        _check("shared", self.shared, self.shared or not one_vector, "True for openvino's mode")
+        check_text("name", self.name)
+        check_text("summary", self.summary)
+        _a("observation", self.observation, Observation, none=True)
+        _a("allocation", self.allocation, Allocation)
+        _a("representatives", self.representatives, Representatives, none=True)
+        _whole(self, 0, INT32_MAX, "protected", "sinks")
+        _number(self, 0, 1, "protected_share")
+        _whole(self, 1, MOST_UNIT, "unit")
+        for name in ("shared", "per_age", "query_aware"):
+            check_flag(name, getattr(self, name))
+        _one_of("runs", self.runs, Runs)
+        _one_of("evidence", self.evidence, Evidence)
+        if self.shared and self.allocation.layers == "global":
+            raise _wanted("shared", self.shared, "an allocation that is not global")
+        chosen = self.representatives
+        if chosen is not None and chosen.mode == "openvino" and not self.shared:
+            raise _wanted("shared", self.shared, "True for openvino's mode")
 
     @property
     def votes(self) -> bool:

@@ -1,7 +1,7 @@
 """KVCrush (Jha et al. 2025): a quarter of any method's budget for KVs that stand for dropped ones.
 
 Names wrap a base method: `kvcrush:snapkv`. Options go between, in any order: an anchor (`random`
-by default, `mean`, `alternating`, `zeros`, `ones`), a unit (`chunk8`, `page32`, any width), the
+by default, `mean`, `alternating`, `zeros`, `ones`), a unit (`chunk8`, `page32`, up to 4096), the
 share of representatives in percent (25 by default) and `openvino` for the rule of OpenVINO's code,
 as in `kvcrush-mean-chunk8-50:h2o`. `kmeans:BASE` clusters the keys instead, the paper's baseline.
 
@@ -14,7 +14,8 @@ import dataclasses
 import re
 
 from kvjax.cache.methods import h2o, key_norm, kv_compress, paged_h2o, pyramidkv, snapkv
-from kvjax.cache.methods.base import Method, Representatives
+from kvjax.cache.methods.base import MOST_UNIT, Method, Representatives
+from kvjax.errors import UserError
 
 ANCHORS = ("random", "mean", "alternating", "zeros", "ones")
 
@@ -26,12 +27,12 @@ def parse_wrapper(name: str) -> Representatives | None:
         return None
     chosen = Representatives(kind="kvcrush" if kind == "kvcrush" else "k-means")
     for option in options:
-        number = re.fullmatch(r"(chunk|page|)([1-9]\d*)", option)
+        number = re.fullmatch(r"(chunk|page|)([1-9]\d{0,3})", option)
         if number and not number[1] and int(number[2]) < 100:
             chosen = dataclasses.replace(chosen, share=int(number[2]) / 100)
         elif kind == "kmeans":
             return None
-        elif number and number[1]:
+        elif number and number[1] and int(number[2]) <= MOST_UNIT:
             chosen = dataclasses.replace(chosen, unit=int(number[2]))
         elif option == "openvino":
             chosen = dataclasses.replace(chosen, mode="openvino")
@@ -46,11 +47,11 @@ def wrap(name: str, base: Method, chosen: Representatives) -> Method:
     """`base` with part of its budget for representatives.
 
     Raises:
-        ValueError: the base never evicts, has representatives already, or cannot be shared by the
+        UserError: the base never evicts, has representatives already, or cannot be shared by the
             heads of a layer where that is needed.
     """
     if not base.compresses or base.representatives is not None:
-        raise ValueError(f"base: got {base.name}, wanted one that evicts by itself")
+        raise UserError(f"base {base.name}: wanted one that evicts by itself")
     what = "k-means of the keys" if chosen.kind == "k-means" else f"{chosen.anchor} anchor"
     return dataclasses.replace(
         base,
