@@ -5,6 +5,7 @@ every head's cache as a list of KVs in logical order. The tests compare kvjax wi
 """
 
 from tests.oracle.attention import attend, causal_attention, softmax
+from tests.oracle.audit import audit
 from tests.oracle.budget import budget_blocks, cache_cap, evictions_needed
 from tests.oracle.cache import OracleCache
 from tests.oracle.eviction import (
@@ -25,6 +26,7 @@ __all__ = [
     "Choice",
     "OracleCache",
     "attend",
+    "audit",
     "brute_force_cost",
     "budget_blocks",
     "cache_cap",
