@@ -1,7 +1,8 @@
 """Set-up shared by all tests: the CPU platform, a compilation cache, development data, the model.
 
 Tests that need files which are not part of the repository ask for the fixtures below and are
-skipped by name where those files are absent.
+skipped by name where those files are absent. In continuous integration (CI=true, or
+KVJAX_NO_SKIPS=1 anywhere) a skip for any reason but `EXPECTED_SKIPS` is a failure.
 """
 
 import gc
@@ -9,7 +10,7 @@ import importlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -54,6 +55,48 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # `pytest --hypothesis-profile=default` draws new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+EXPECTED_SKIPS = (
+    "needs a GPU",
+    "development data absent",  # texts and tokenizers beside a checkout, which few machines have
+    "Qwen2.5-Coder-0.5B-Instruct GGUF not cached",  # 500 MB that nothing downloads
+    "peak memory is read from Linux's /proc",
+)
+"""How the reasons begin for which tests may be skipped everywhere."""
+
+
+def _skips_fail() -> bool:
+    """Whether an unexpected skip is a failure."""
+    return any(
+        os.environ.get(name, "").lower() not in ("", "0", "false")
+        for name in ("CI", "KVJAX_NO_SKIPS")
+    )
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Make a failure of an unexpected skip. What is expected to fail counts as skipped too."""
+    if not report.skipped or hasattr(report, "wasxfail") or not _skips_fail():
+        return
+    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = told.removeprefix("Skipped: ")
+    if not reason.startswith(EXPECTED_SKIPS):
+        report.outcome = "failed"
+        report.longrepr = f"skipped: {reason}\nnot among EXPECTED_SKIPS of tests/conftest.py"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
 
 
 MOST_MAPPINGS = 20_000
