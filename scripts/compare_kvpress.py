@@ -2,11 +2,12 @@
 
 Ours run first and say how many KVs they really held of every prompt; each press of kvpress then
 gets that number as its compression ratio. Both are scored on the true answer (exact match, NLL,
-KL against the full cache). Before anything is compared, the logits of both models are.
+KL against the full cache) and on a greedy answer that is given no beginning. Before anything is
+compared, the logits of both models are.
 
     python scripts/compare_kvpress.py --peer-python ~/torch/bin/python --data ./data
     python scripts/compare_kvpress.py --peer-python PYTHON --prompts mine.jsonl \\
-        --presses snapkv,streaming-llm --protocols prompt,agnostic --rates 8,32
+        --presses snapkv,streaming-llm --protocols chat,agnostic --rates 8,32
 
 --peer-python is a Python with torch and kvpress (kvjax itself needs neither). Results are
 appended to a JSONL file, and a run that was stopped goes on where it was; a Markdown table stands
@@ -133,7 +134,7 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
     from kvjax.cache.methods import get_method
     from kvjax.engine import steps
     from kvjax.eval import passes
-    from kvjax.eval.evaluator import bucket, rate_blocks
+    from kvjax.eval.sizes import bucket, rate_blocks
 
     config, b = evaluator.model.config, evaluator.config.block_size
     size = bucket(cut, 128)
@@ -195,6 +196,8 @@ def check_same(evaluator: Any, peer: PeerProcess, row: Any, tokens: Any, folder:
     job = {
         "prompt": prompt.tolist(),
         "cut": len(prompt),
+        "opened": tokens.opened,
+        "free_tokens": 0,
         "head": 0,
         "target": tokens.target[:1].tolist(),
         "presses": [],
@@ -210,8 +213,24 @@ def check_same(evaluator: Any, peer: PeerProcess, row: Any, tokens: Any, folder:
     return difference
 
 
+def free_answer(row: Any, tokens: list[int] | None, tokenizer: Any) -> dict[str, Any]:
+    """The peer's answer without a given beginning as text, and its score."""
+    from kvjax.eval.scorers import finish_answer, score_free
+
+    if tokens is None or row.metric == "nll":
+        return {"free": None, "free_answer": None}
+    text = finish_answer(tokenizer.decode(tokens), row.stop)
+    score = score_free(row.metric, text, row.answers or (row.target,), row.classes)
+    return {"free": score, "free_answer": text}
+
+
 def peer_rows(
-    row: Any, tokens: Any, protocol: str, asked: list[dict[str, Any]], answer: dict[str, Any]
+    row: Any,
+    tokens: Any,
+    protocol: str,
+    asked: list[dict[str, Any]],
+    answer: dict[str, Any],
+    tokenizer: Any,
 ) -> list[dict[str, Any]]:
     """Results of the peer as rows like ours, one per name that a run stands for."""
     from kvjax.eval.run import digest
@@ -221,6 +240,7 @@ def peer_rows(
         if "error" in found:
             continue
         scores = {name: found[name] for name in ("em", "nll", "kl", "agree")}
+        scores |= free_answer(row, found.get("free"), tokenizer)
         for name in entry["names"]:
             rows.append(
                 {
@@ -271,7 +291,7 @@ def run_peer(
     progress: Any,
 ) -> None:
     """Ask the peer for what the file lacks, one prompt and protocol at a time."""
-    from kvjax.eval.evaluator import Variant
+    from kvjax.eval.sizes import Variant
 
     seen: dict[tuple[str, str], int] = {}
     for row, tokens in rows:
@@ -322,6 +342,9 @@ def run_peer(
             job = {
                 "prompt": tokens.prompt.tolist(),
                 "cut": tokens.cut(protocol),
+                "opened": tokens.opened,
+                "free_tokens": 0 if row.metric == "nll" else options.free_tokens,
+                "eos": list(evaluator.model.tokenizer.eos_ids),
                 "head": len(tokens.segments[0]),
                 "target": tokens.target.tolist(),
                 "presses": [{name: entry[name] for name in fields} for entry in asked],
@@ -342,7 +365,8 @@ def run_peer(
                 layers = answer["results"][n]["positions"]
                 theirs = [head for layer in layers for head in layer]
                 asked[n]["agreement"][variant.method] = agreement(positions, theirs)
-            results = peer_rows(row, tokens, protocol, asked, answer)
+            tokenizer = evaluator.model.tokenizer
+            results = peer_rows(row, tokens, protocol, asked, answer, tokenizer)
             file.add(results)
             progress(f"kvpress, {row.id}", len(results))
 
@@ -350,7 +374,7 @@ def run_peer(
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from kvjax.cache.methods import get_method
-    from kvjax.eval.evaluator import EvaluatorConfig, rate_blocks
+    from kvjax.eval.sizes import EvaluatorConfig, rate_blocks
 
     presses = choose_presses(split_list("presses", options.presses))
     get_method(options.reference)
@@ -368,7 +392,9 @@ def main(arguments: list[str] | None = None) -> int:
     for path in (options.out, table):
         if not path.absolute().parent.is_dir():
             raise UserError(f"{path}: there is no such folder")
-    config = EvaluatorConfig(block_size=options.block_size, answers=False)
+    config = EvaluatorConfig(
+        block_size=options.block_size, answers=False, free_tokens=options.free_tokens
+    )
     versions = peer_versions(options.peer_python)
     with Progress() as progress, tempfile.TemporaryDirectory() as scratch:
         folder = options.export or Path(scratch) / "model"
@@ -409,6 +435,7 @@ def compare(
         "dtype": "float32",
         "block_size": config.block_size,
         "answers": False,
+        "free_tokens": config.free_tokens,
         "peer": " ".join(f"{name} {version}" for name, version in versions.items()),
     }
     status = 0
@@ -469,6 +496,7 @@ def summary(
             "prompts": pair.prompts,
             "kvs": pair.kvs,
             "score": [score and round(score.mean, 4) for score in pair.score],
+            "free": [free and round(free.mean, 4) for free in pair.free],
             "nll_ratio": [ratio and round(ratio.mean, 4) for ratio in pair.nll_ratio],
             "kl": [kl and round(kl.mean, 4) for kl in pair.kl],
             "intervals_meet": overlaps(pair),

@@ -3,14 +3,17 @@
     python scripts/compare_kvpress_peer.py --versions
     python scripts/compare_kvpress_peer.py MODEL_FOLDER < jobs.jsonl
 
-A job is a JSON line: token ids of a prompt, how many of them are compressed, how many of those
-open the chat template before the text, the target's token ids, and presses with the KVs that each
-may keep. The answer is a JSON line: scores of the full cache and of every press. `logits_to` names
-a file for the full cache's logits after the prompt; `encode` asks for the token ids of a text.
+A job is a JSON line: token ids of a prompt, how many of them are compressed, how many of those open
+the chat template before the text, the target's token ids, and presses with the KVs that each may
+keep. The answer is a JSON line: scores of the full cache and of every press, and the tokens of a
+greedy answer of at most `free_tokens` from token `opened` on, if that is not compressed yet.
+`logits_to` names a file for the full cache's logits after the prompt; `encode` asks for the token
+ids of a text.
 
-One prefill serves all presses: a press changes the cache and not what a layer gives, so each has a
-cache of its own and its hook runs on every layer's KVs in turn. Presses that need the attention
-itself share a second prefill. KVzip runs as it is, but scores a prompt once for all ratios.
+One prefill serves the full cache and all presses: a press changes the cache and not what a layer
+gives, so each has a cache of its own and its hook runs on every layer's KVs in turn. Presses that
+need the attention itself share a second prefill. KVzip runs as it is, but scores a prompt once for
+all ratios.
 """
 
 import contextlib
@@ -38,12 +41,17 @@ def make_press(name, share, length):
         "pyramidkv": lambda: kvpress.PyramidKVPress(exact),
         "adakv-snapkv": lambda: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
         "expected-attention": lambda: kvpress.ExpectedAttentionPress(ratio),
+        "keydiff": lambda: kvpress.KeyDiffPress(ratio),
         "streaming-llm": lambda: kvpress.StreamingLLMPress(ratio),
         "tova": lambda: kvpress.TOVAPress(ratio),
         "observed-attention": lambda: kvpress.ObservedAttentionPress(ratio),
         "kvzip": lambda: kvpress.KVzipPress(exact),
     }
     return makers[name]()
+
+
+REFUSED = (AssertionError, ValueError)
+"""What presses raise for prompts that do not suit them."""
 
 
 class Run:
@@ -198,27 +206,65 @@ class Peer:
         )
         return list(out.logits[0])
 
+    def score_run(self, run, job, full, last):
+        """Scores of the true answer behind what a press left, and an answer of its own.
+
+        Args:
+            run: the press, done with the compressed part.
+            job: the job.
+            full: logits of the full cache for each target token.
+            last: logits of the full prefill after the compressed part.
+        """
+        prompt, cut, target = job["prompt"], job["cut"], torch.tensor(job["target"])
+        # An answer of its own begins here, unless more than that is compressed.
+        opened = max(job["opened"], cut)
+        before = self.feed(run.cache, run.masked, prompt[cut:opened], cut)
+        lengths = [layer.keys.shape[2] for layer in run.cache.layers]
+        after = [*prompt[opened:], *job["target"][:-1]]
+        rows = [*before, *self.feed(run.cache, run.masked, after, opened)]
+        # Where nothing stands between prompt and answer, the answer's first token comes from the
+        # prefill, as in generation.
+        scores = torch.stack([full[0], *rows])[-len(target) :]
+        found = score(scores.log_softmax(-1), full.log_softmax(-1), target)
+        if opened > job["opened"] or not job["free_tokens"]:
+            return found
+        for layer, length in zip(run.cache.layers, lengths):
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        next_scores = before[-1] if before else last
+        free = [int(next_scores.argmax())]
+        while len(free) < job["free_tokens"] and free[-1] not in job["eos"]:
+            at = opened + len(free) - 1
+            free.append(int(self.feed(run.cache, run.masked, free[-1:], at)[0].argmax()))
+        return {**found, "free": free}
+
     def run(self, job):
         if "encode" in job:
             return {"ids": self.encode(job["encode"])}
         prompt, cut, target = job["prompt"], job["cut"], job["target"]
         given = torch.tensor([prompt[:cut]])
+        kinds = {"sdpa": [], "eager": [], "kvzip": []}
+        for n, entry in enumerate(job["presses"]):
+            kind = {"observed-attention": "eager", "kvzip": "kvzip"}.get(entry["press"], "sdpa")
+            kinds[kind].append(n)
         start = time.perf_counter()
-        cache, last = self.prefill(given, [])
-        seconds = time.perf_counter() - start
+        try:
+            runs = self.runs([job["presses"][n] for n in kinds["sdpa"]], cut)
+            cache, last = self.prefill(given, runs)
+        except REFUSED:
+            runs = None
+            start = time.perf_counter()
+            cache, last = self.prefill(given, [])
+        seconds = time.perf_counter() - start - sum(run.seconds for run in runs or ())
         fed = [*prompt[cut:], *target[:-1]]
         full = torch.stack([last, *self.feed(cache, [], fed, cut)])[-len(target) :]
         if job.get("logits_to"):
             # One row of float32, in the machine's own order of bytes.
             with open(job["logits_to"], "wb") as file:
                 file.write(full[0].contiguous().numpy().tobytes())
-        kinds = {"sdpa": [], "eager": [], "kvzip": []}
-        for n, entry in enumerate(job["presses"]):
-            kind = {"observed-attention": "eager", "kvzip": "kvzip"}.get(entry["press"], "sdpa")
-            kinds[kind].append(n)
         found = {}
         for kind, places in kinds.items():
-            found |= self.results(kind, places, given, fed, full, job)
+            done = runs if kind == "sdpa" else None
+            found |= self.results(kind, places, given, full, last, job, done)
         reference = full.log_softmax(-1)
         return {
             "full": score(reference, reference, torch.tensor(target)),
@@ -226,16 +272,23 @@ class Peer:
             "results": [found[n] for n in range(len(found))],
         }
 
-    def compressed(self, kind, given, entries, head):
-        """Runs of presses that share a prefill, done with the prompt."""
-        length = given.shape[1]
-        presses = [
+    def presses(self, entries, length):
+        return [
             make_press(entry["press"], entry["kvs"] / (self.heads * length), length)
             for entry in entries
         ]
+
+    def runs(self, entries, length):
+        """Runs of presses on a prompt of that length, not yet done."""
+        presses = self.presses(entries, length)
+        return [Run(press, entry["positions"]) for press, entry in zip(presses, entries)]
+
+    def compressed(self, kind, given, entries, head):
+        """Runs of presses that share a prefill, done with the prompt."""
+        length = given.shape[1]
         if kind == "kvzip":
-            return self.kvzip(given, head, presses)
-        runs = [Run(press, entry["positions"]) for press, entry in zip(presses, entries)]
+            return self.kvzip(given, head, self.presses(entries, length))
+        runs = self.runs(entries, length)
         if kind == "eager":
             self.model.set_attn_implementation("eager")
         try:
@@ -244,35 +297,29 @@ class Peer:
             self.model.set_attn_implementation("sdpa")
         return runs
 
-    def results(self, kind, places, given, fed, full, job):
-        """Scores of presses that share a prefill, by their places in the job."""
+    def results(self, kind, places, given, full, last, job, runs=None):
+        """Scores of presses that share a prefill, by their places in the job; `runs` if done."""
         if not places:
             return {}
-        refused = (AssertionError, ValueError)
         try:
             entries = [job["presses"][n] for n in places]
-            runs = self.compressed(kind, given, entries, job["head"])
-        except refused as error:
+            runs = runs or self.compressed(kind, given, entries, job["head"])
+        except REFUSED as error:
             if len(places) == 1:
                 # A press may refuse a prompt: shorter than its window, for instance.
                 return {places[0]: {"error": f"{type(error).__name__}: {error}"}}
-            alone = [self.results(kind, [n], given, fed, full, job) for n in places]
+            alone = [self.results(kind, [n], given, full, last, job) for n in places]
             return {n: result for results in alone for n, result in results.items()}
         found = {}
-        target = torch.tensor(job["target"])
         for n, run in zip(places, runs):
             start = time.perf_counter()
             found[n] = run.found()
             try:
-                rows = self.feed(run.cache, run.masked, fed, given.shape[1])
-            except refused as error:
+                found[n] |= self.score_run(run, job, full, last)
+            except REFUSED as error:
                 # No fake key may be found.
                 found[n] = {"error": f"{type(error).__name__}: {error}"}
                 continue
-            # Where nothing stands between prompt and answer, the answer's first token comes from
-            # the prefill, as in generation.
-            scores = torch.stack([full[0], *rows])[-len(target) :]
-            found[n] |= score(scores.log_softmax(-1), full.log_softmax(-1), target)
             found[n]["score_seconds"] = time.perf_counter() - start
         return found
 

@@ -9,7 +9,7 @@ import numpy as np
 from compare_kvpress_work import PREFIX, PRESSES, peer_method
 
 from kvjax.eval.results import Result
-from kvjax.eval.table import FULL, LEAST_FULL, RESAMPLES, Interval, bootstrap
+from kvjax.eval.table import FULL, LEAST_FULL, RESAMPLES, Interval, bootstrap, protocols_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Pair:
     kvs: tuple[float, float]
     """KVs in use, mean: theirs, ours."""
     score: tuple[Interval | None, Interval | None]
+    free: tuple[Interval | None, Interval | None]
+    """Answers without a given beginning that hold the true one."""
     nll_ratio: tuple[Interval | None, Interval | None]
     """Mean NLL over the full cache's, of the same prompts."""
     kl: tuple[Interval | None, Interval | None]
@@ -57,7 +59,8 @@ def pairs_of(results: Iterable[Result]) -> list[Pair]:
             pairs.append(_pair(task, protocol, rate, press, method, sides, reference))
     order = {press: n for n, press in enumerate(PRESSES)}
     tasks = {task: n for n, task in enumerate(dict.fromkeys(p.task for p in pairs))}
-    pairs.sort(key=lambda p: (tasks[p.task], p.protocol, p.rate, order[p.press], p.like))
+    places = {name: n for n, name in enumerate(protocols_of(p.protocol for p in pairs))}
+    pairs.sort(key=lambda p: (tasks[p.task], places[p.protocol], p.rate, order[p.press], p.like))
     return pairs
 
 
@@ -75,7 +78,7 @@ def _pair(
         return make(theirs), make(ours)
 
     def mean_of(name: str):
-        return lambda rows: bootstrap([r[name] for r in rows if r[name] is not None])
+        return lambda rows: bootstrap([r[name] for r in rows if r.get(name) is not None])
 
     def ratio(rows: list[Result]) -> Interval | None:
         told = [(r["nll"], f["nll"]) for r, f in zip(rows, full) if r["nll"] is not None]
@@ -92,6 +95,7 @@ def _pair(
         prompts=len(full),
         kvs=(kvs[0], kvs[1]),
         score=both(mean_of("score")),
+        free=both(mean_of("free")),
         nll_ratio=both(ratio),
         kl=both(mean_of("kl")),
         positions=float(np.mean(shares)) if shares else None,
@@ -138,29 +142,24 @@ def full_lines(results: Sequence[Result]) -> list[str]:
     return _table(head, rows)
 
 
-def mean_share(tasks: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval | None:
-    """Mean over tasks of a score as a share of the full cache's, with its 95 % interval.
+def mean_of_tasks(tasks: Sequence[Sequence[float]]) -> Interval | None:
+    """Mean over tasks of a score, each task counting once, with its 95 % interval.
 
     Percentile bootstrap: the prompts of every task are drawn with replacement, on their own.
 
     Args:
-        tasks: for each task the scores of its prompts, and the full cache's on the same.
+        tasks: for each task the scores of its prompts.
     """
-    if not tasks:
+    if not tasks or not all(len(scores) for scores in tasks):
         return None
-    drawn, means = [], []
-    for number, (scores, full) in enumerate(tasks):
-        top, bottom = np.asarray(scores, float), np.asarray(full, float)
-        rng = np.random.default_rng(number)
-        picked = rng.integers(0, len(top), (RESAMPLES, len(top)))
-        below = bottom[picked].mean(axis=1)
-        # A sample in which the full cache scores nothing has no ratio.
-        drawn.append(
-            np.where(below > 0, top[picked].mean(axis=1) / np.maximum(below, 1e-9), np.nan)
-        )
-        means.append(top.mean() / bottom.mean())
-    low, high = np.nanpercentile(np.mean(drawn, axis=0), (2.5, 97.5))
-    return Interval(float(np.mean(means)), float(low), float(high))
+    drawn = []
+    for number, scores in enumerate(tasks):
+        own = np.asarray(scores, float)
+        picked = np.random.default_rng(number).integers(0, len(own), (RESAMPLES, len(own)))
+        drawn.append(own[picked].mean(axis=1))
+    low, high = np.percentile(np.mean(drawn, axis=0), (2.5, 97.5))
+    mean = float(np.mean([np.mean(scores) for scores in tasks]))
+    return Interval(mean, float(low), float(high))
 
 
 class _Grid:
@@ -192,24 +191,42 @@ class _Grid:
     def both(self, task: str, method: str, rate: float, name: str) -> tuple[list, list]:
         """Values of a method and of the full cache, on the prompts that both ran."""
         own, full = self._rows[task, method, rate], self._rows[task, FULL, 1.0]
-        ids = [id for id in own if id in full and own[id][name] is not None]
+        ids = [id for id in own if id in full and own[id].get(name) is not None]
         return [own[id][name] for id in ids], [full[id][name] for id in ids]
 
-    def by_rate(self, task: str, method: str) -> str:
-        """Means of a task's score at every rate, in one cell."""
-        found = [self.both(task, method, rate, "score")[0] for rate in self.rates()]
+    def by_rate(self, task: str, method: str, name: str) -> str:
+        """Means of a task's score at every rate, in one cell; one of the full cache."""
+        if method == FULL:
+            full = self.both(task, FULL, 1.0, name)[0]
+            return f"{100 * np.mean(full):.0f}" if full else "–"
+        found = [self.both(task, method, rate, name)[0] for rate in self.rates()]
         if not any(found):
             return "–"
         return " / ".join(f"{100 * np.mean(own):.0f}" if own else "–" for own in found)
 
-    def share(self, method: str, rate: float) -> Interval | None:
+    def mean(self, method: str, rate: float, name: str) -> Interval | None:
         """Mean of all tasks; None if a task lacks rows."""
-        groups = [self.both(task, method, rate, "score") for task in self.tasks]
-        return mean_share(groups) if all(own for own, _ in groups) else None
+        rate = 1.0 if method == FULL else rate
+        return mean_of_tasks([self.both(task, method, rate, name)[0] for task in self.tasks])
+
+    def held(self, method: str, rate: float) -> str:
+        """KVs that a method holds, mean of all tasks' prompts, and the rate that it reaches."""
+        rows = [row for task in self.tasks for row in self._rows[task, method, rate].values()]
+        if not rows:
+            return "–"
+        kvs = np.mean([row["kvs"] for row in rows])
+        reached = np.mean([row["kvs_full"] / row["kvs"] for row in rows])
+        return f"{kvs:,.0f} ({reached:.1f}×)"
+
+
+SHOWN = {"score": "Exact matches", "free": "Answers without a given beginning that hold the answer"}
+"""Scores of a summary, and what they are called."""
 
 
 def summary_tables(results: Sequence[Result], reference: str) -> list[str]:
     """One line per method and one column per rate: all of ours, and kvpress at our KVs.
+
+    Absolute scores, the full cache's first.
 
     Args:
         results: rows of a results file.
@@ -218,10 +235,10 @@ def summary_tables(results: Sequence[Result], reference: str) -> list[str]:
     ours = dict.fromkeys(row["method"] for row in results if not row["method"].startswith(PREFIX))
     theirs = {peer_method(press, reference): f"kvpress {press}" for press in PRESSES}
     held = {row["method"] for row in results}
-    names = {name: f"`{name}`" for name in ours if name != FULL}
+    names = {FULL: "full cache"} | {name: f"`{name}`" for name in ours if name != FULL}
     names |= {name: shown for name, shown in theirs.items() if name in held}
     lines = []
-    for protocol in dict.fromkeys(row["protocol"] for row in results):
+    for protocol in protocols_of(row["protocol"] for row in results):
         grid = _Grid(results, protocol)
         rates = grid.rates()
         head = ["method", *(f"{rate:g}×" for rate in rates)]
@@ -230,21 +247,30 @@ def summary_tables(results: Sequence[Result], reference: str) -> list[str]:
             rows = [[shown, *(cell(name, r) for r in rates)] for name, shown in names.items()]
             return [*_table(head, [row for row in rows if set(row[1:]) != {"–"}]), ""]
 
-        if len(grid.tasks) > 1:
-            lines += [f"% of the full cache, mean of {', '.join(grid.tasks)}, `{protocol}`:", ""]
-            lines += table(lambda name, rate, grid=grid: _shown(grid.share(name, rate), 0, 100))
-        if grid.tasks:
-            lines += [f"Score × 100 at {' / '.join(head[1:])}, `{protocol}`:", ""]
+        for score, called in SHOWN.items() if grid.tasks else ():
+
+            def mean(name: str, rate: float, grid=grid, score=score) -> str:
+                return _shown(grid.mean(name, rate, score), 0, 100)
+
             columns = {}
             for task in grid.tasks:
-                _, full = grid.both(task, FULL, 1.0, "score")
-                title = f"{task} ({len(full)} prompts, full cache {100 * np.mean(full):.0f})"
-                columns[title] = task
+                prompts = len(grid.both(task, FULL, 1.0, score)[0])
+                columns[f"{task} ({prompts} prompts)"] = task
             rows = [
-                [shown, *(grid.by_rate(task, name) for task in columns.values())]
+                [shown, *(grid.by_rate(task, name, score) for task in columns.values())]
                 for name, shown in names.items()
             ]
-            lines += [*_table(["method", *columns], [r for r in rows if set(r[1:]) != {"–"}]), ""]
+            rows = [row for row in rows if set(row[1:]) != {"–"}]
+            if not rows:
+                continue
+            if len(grid.tasks) > 1:
+                lines += [f"{called}, %, mean of {', '.join(grid.tasks)}, `{protocol}`:", ""]
+                lines += table(mean)
+            lines += [f"{called}, %, at {' / '.join(head[1:])}, `{protocol}`:", ""]
+            lines += [*_table(["method", *columns], rows), ""]
+        if grid.tasks:
+            lines += [f"KVs held and rate reached, `{protocol}`:", ""]
+            lines += table(lambda name, rate, grid=grid: grid.held(name, rate))
         for task in grid.texts:
             prompts = len(grid.both(task, FULL, 1.0, "nll")[0])
             lines += [f"KL to the full cache, {task}, `{protocol}`, {prompts} prompts:", ""]
@@ -262,14 +288,14 @@ def report(results: Sequence[Result], notes: Sequence[str], reference: str) -> s
     words = {True: "yes", False: "no", None: "–"}
     head = (
         *("task", "protocol", "rate", "kvpress", "kvjax", "n"),
-        *("KVs theirs", "KVs ours", "score theirs", "score ours"),
+        *("KVs theirs", "KVs ours", "score theirs", "score ours", "free theirs", "free ours"),
         *("NLL ratio theirs", "NLL ratio ours", "KL theirs", "KL ours", "intervals meet"),
     )
 
     def cells(pair: Pair) -> list[Any]:
         line = [pair.task, pair.protocol, f"{pair.rate:g}", pair.press, pair.method, pair.prompts]
         line += [f"{kvs:,.0f}" for kvs in pair.kvs]
-        line += [_shown(score, 1, 100) for score in pair.score]
+        line += [_shown(score, 1, 100) for score in (*pair.score, *pair.free)]
         line += [_shown(ratio, 2) for ratio in pair.nll_ratio]
         line += [_shown(kl, 3) for kl in pair.kl]
         return [*line, words[overlaps(pair)]]

@@ -37,6 +37,7 @@ PRESSES: dict[str, Press] = {
     "pyramidkv": Press("pyramidkv-exact", note="window 64 and average pooling against 8 and max"),
     "adakv-snapkv": Press("ada-snapkv-kvpress", note="single KVs, masked, against blocks, freed"),
     "expected-attention": Press(None),
+    "keydiff": Press(None, note="minus the cosine to the mean key: looks at no query"),
     "streaming-llm": Press("streaming-llm", True),
     "tova": Press("tova", True),
     "observed-attention": Press("h2o", note="mean over the queries that see a KV, no window"),

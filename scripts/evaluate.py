@@ -1,13 +1,13 @@
 """Compare cache compression methods on the same prompts, with the memory they really hold.
 
 Every prompt is prefilled once; every (method, rate) then keeps its KVs of it in a paged cache, and
-is scored on the true answer and, where a task wants it, on an answer of its own. Results are
+is scored on the true answer and on an answer of its own, which is given no beginning. Results are
 appended to a JSONL file, and a run that was stopped goes on where it was. A Markdown table with
 95 % intervals stands beside it.
 
     python scripts/evaluate.py --quick                      # a small model, minutes on a CPU
     python scripts/evaluate.py --data ./data --tasks needle,kv --methods all --rates 2,8,32
-    python scripts/evaluate.py --prompts mine.jsonl --protocols prompt,question,agnostic
+    python scripts/evaluate.py --prompts mine.jsonl --protocols chat,agnostic
     python scripts/evaluate.py --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
         --data ./data --tasks needle,ruler,longbench --length 4096,16384 --rows 20 --out llama.jsonl
     python scripts/plot.py results.jsonl                    # pictures of it
@@ -67,7 +67,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--max-new-tokens", type=int, help="of an answer, if less than the task's own number"
     )
     what.add_argument(
-        "--no-answers", action="store_true", help="generate nothing, score true answers alone"
+        "--no-answers",
+        action="store_true",
+        help="no answers for tasks whose metric needs some: score their true ones",
     )
 
     cache = parser.add_argument_group("cache")
@@ -114,7 +116,14 @@ def add_row_options(
         "--prompts", action="append", default=[], metavar="FILE", help="prompt file; repeatable"
     )
     what.add_argument(
-        "--protocols", default="prompt", help="of prompt, question, agnostic (%(default)s)"
+        "--protocols", default="chat", help="of chat, agnostic, question, prompt (%(default)s)"
+    )
+    what.add_argument(
+        "--free-tokens",
+        type=int,
+        default=40,
+        metavar="N",
+        help="most tokens of the answer that is given no beginning; 0 for none (%(default)s)",
     )
     what.add_argument("--split", choices=("dev", "test"), default="test", help="(%(default)s)")
     what.add_argument("--length", help=f"prompt lengths in tokens ({usual['length']})")
@@ -176,7 +185,7 @@ def choose_protocols(text: str) -> list[str]:
     for name in names:
         if name not in PROTOCOLS:
             raise UserError(f"no protocol {name!r}: there are {', '.join(PROTOCOLS)}")
-    return names
+    return [name for name in PROTOCOLS if name in names]
 
 
 PLACES = {
@@ -243,9 +252,9 @@ def collect_rows(options: argparse.Namespace, tokenizer: Any, skipped: Any) -> l
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     # What can be refused without a model is refused before one is loaded.
-    from kvjax.eval.evaluator import EvaluatorConfig, rate_blocks
     from kvjax.eval.rows import Skipped, read_prompts
     from kvjax.eval.run import variants_of
+    from kvjax.eval.sizes import EvaluatorConfig, rate_blocks
     from kvjax.eval.tasks import expand_tasks, get_task
 
     rates = numbers("rates", options.rates, float)
@@ -266,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
         context_length=options.context_length,
         max_new_tokens=options.max_new_tokens,
         answers=not options.no_answers,
+        free_tokens=options.free_tokens,
     )
     check_model_options(options)
     table = options.table or options.out.with_suffix(".md")
@@ -286,10 +296,11 @@ def evaluate(
 ) -> int:
     """Load the model, make the rows, run, write the table."""
     from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.eval.evaluator import Evaluator, slots_for
+    from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run, spell, tokenised
+    from kvjax.eval.sizes import slots_for
     from kvjax.eval.table import report
 
     start = time.perf_counter()
@@ -314,6 +325,7 @@ def evaluate(
         "block_size": config.block_size,
         "floor": config.floor,
         "answers": config.answers,
+        "free_tokens": config.free_tokens,
         "max_new_tokens": config.max_new_tokens,
         "context_length": evaluator.limit,
     }

@@ -1,8 +1,8 @@
 """Draw the results of scripts/evaluate.py.
 
-Pictures of a results file, as many as its rows allow: score by compression (score-*), continued
-text (text-*), needles by depth (needle-*), KVs kept by layer and head (kept-*), attention recall by
-layer (recall-*), for each protocol.
+Pictures of a results file, as many as its rows allow: score by compression (score-*), answers that
+are given no beginning (free-*), continued text (text-*), needles by depth (needle-*), KVs kept by
+layer and head (kept-*), attention recall by layer (recall-*), for each protocol.
 
     python scripts/plot.py results.jsonl --out pictures
     python scripts/plot.py results.jsonl --methods kv-compress,snapkv,random --rate 32
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         plot_kept,
         plot_needles,
         plot_recall,
-        plot_share,
+        plot_scores,
         plot_text,
     )
     from kvjax.eval.results import read_results
@@ -63,7 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     for protocol in dict.fromkeys(row["protocol"] for row in rows):
         own = [row for row in rows if row["protocol"] == protocol]
         figures = {
-            f"score-{protocol}": plot_share(own, protocol),
+            f"score-{protocol}": plot_scores(own, protocol),
+            f"free-{protocol}": plot_scores(own, protocol, "free"),
             f"text-{protocol}": plot_text(own, protocol),
             f"kept-{protocol}": plot_kept(own, protocol, rate),
             f"recall-{protocol}": plot_recall(own, protocol, rate),

@@ -2,7 +2,8 @@
 
 For every row: one dense pass over prompt and target; one metric per distinct observation and cut;
 then batches of variants, each a sequence slot of one paged cache: survivors written, the rest of
-the prompt and the target fed in one chunk, an answer decoded greedily where the task wants one.
+the prompt and the target fed in one chunk, an answer decoded greedily from where the assistant's
+turn opens, and another one behind the answer's given beginning where the task wants one.
 """
 
 import dataclasses
@@ -15,96 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import budget_blocks, free_blocks, init_cache, release
+from kvjax.cache import free_blocks, init_cache, release
 from kvjax.cache.methods import Method, Observation, get_method
 from kvjax.engine import steps, visits
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval import passes
 from kvjax.eval.rows import Row, TokenRow, tokenise
-from kvjax.eval.scorers import finish_answer, needs_answer, score_answer
+from kvjax.eval.scorers import finish_answer, needs_answer, score_answer, score_free
+from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks
 from kvjax.models import LoadedModel
 
 PLAIN = Observation(window=1)
 """Stands for any observation where only the metric that came of it counts."""
 STEPS_PER_VISIT = 8
 """Tokens decoded before the host looks for stop texts."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A method at a compression rate."""
-
-    method: str
-    rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluatorConfig:
-    """Sizes of an evaluation."""
-
-    block_size: int = 16
-    num_slots: int = 16
-    """Variants of one prompt that run side by side."""
-    floor: int = 0
-    """Tokens' worth of KVs that every rate keeps at least."""
-    context_length: int | None = None
-    """Most tokens of a prompt and its answer, instead of the model's own limit."""
-    max_target: int = 128
-    """Tokens of a target that are teacher-forced."""
-    max_new_tokens: int | None = None
-    """Most tokens of a generated answer, if less than the task's own number."""
-    answers: bool = True
-    """Whether answers are generated for tasks whose metric needs them."""
-
-    def __post_init__(self):
-        for name in ("block_size", "num_slots", "max_target"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} {getattr(self, name)}: give at least 1")
-        if self.floor < 0:
-            raise UserError(f"floor {self.floor}: give at least 0")
-        for name in ("context_length", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} {value}: give at least 1")
-
-
-def bucket(size: int, least: int) -> int:
-    """The padded size of so many tokens: at most a quarter more, and few different ones."""
-    step = max(least, 2 ** max(0, size.bit_length() - 3))
-    return -(-size // step) * step
-
-
-def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: int = 0) -> int:
-    """Blocks that a sequence of `length` tokens may keep at a rate, over all its heads.
-
-    length · heads / (rate · block_size), rounded down, but at least a block per head and the
-    floor. No cap in whole blocks per head comes between: on short prompts it would change the rate.
-
-    Raises:
-        UserError: the rate is not a finite number of at least 1.
-    """
-    if not 1 <= rate < float("inf"):
-        raise UserError(f"rate {rate}: give a number of at least 1 (1 keeps everything)")
-    if rate == 1:
-        return NO_BUDGET
-    least = heads if floor == 0 else budget_blocks(floor, 1, heads, block_size)
-    return max(least, int(length * heads / (rate * block_size)))
-
-
-def slots_for(model: LoadedModel, length: int) -> int:
-    """Variants of a prompt of so many tokens to run side by side: 16 on a CPU.
-
-    Elsewhere as many as half of the free memory holds a third of the full cache of, 8 to 64.
-    """
-    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
-        return 16
-    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    config, itemsize = model.config, jax.tree.leaves(model.params)[0].dtype.itemsize
-    heads = config.num_layers * config.num_kv_heads
-    sequence = length * heads * (2 * config.head_dim * itemsize + 8)
-    return max(8, min(64, int(free / 2 / (sequence / 3))))
 
 
 class Evaluator:
@@ -215,6 +141,9 @@ class _RowRun:
         self.new_tokens = 0
         if self.generates:
             self.new_tokens = min(row.max_new_tokens, config.max_new_tokens or row.max_new_tokens)
+        # A continuation has no question to answer.
+        room = evaluator.limit - tokens.opened
+        self.free_tokens = 0 if row.metric == "nll" else min(config.free_tokens, room)
         # Positions whose next token is a target token.
         self.num_target = bucket(len(self.target), 8)
         everything = np.concatenate([self.prompt, self.target[:-1]])
@@ -223,7 +152,8 @@ class _RowRun:
         padded[: len(everything)] = everything
         self.everything = everything
         at = len(self.prompt) - 1 + np.arange(self.num_target, dtype=np.int32)
-        at = np.minimum(at, len(everything) - 1)
+        # The last one: where an answer without a given beginning begins.
+        at = np.append(np.minimum(at, len(everything) - 1), np.int32(tokens.opened - 1))
         fn = functools.partial(passes.dense_pass, self.model.config)
         self.dense, self.prefill_seconds = evaluator._timed(
             "dense", fn, self.model.params, padded, at
@@ -238,7 +168,7 @@ class _RowRun:
         chunk = self.everything[cut:]
         fed = len(self.prompt) - cut
         room = bucket(max(1, len(chunk)), 8)
-        growth = fed + self.new_tokens
+        growth = max(fed + self.new_tokens, self.tokens.opened - cut + self.free_tokens)
         # A block more: what a head holds of the prompt need not end with a full one.
         spare = self.evaluator.config.block_size
         cache = self.evaluator.empty_cache(self.size + bucket(max(1, growth), 64) + spare)
@@ -284,6 +214,15 @@ class _Cut:
     """Tokens that the pass over the chunk is compiled for."""
     growth: int
     """Tokens that may be written after the cut."""
+
+    @property
+    def free_fed(self) -> int | None:
+        """Tokens fed before an answer without a given beginning.
+
+        None where there is none, also because its beginning is in the compressed part already.
+        """
+        fed = self.run.tokens.opened - self.cut
+        return fed if self.run.free_tokens and fed >= 0 else None
 
     @functools.cached_property
     def mass(self):
@@ -349,10 +288,11 @@ class _Cut:
 
         tokens = np.zeros(self.room, np.int32)
         tokens[:count] = self.chunk
-        # Prediction i of a target token comes from chunk token fed − 1 + i; without fed tokens
-        # the first one is the dense pass's own.
-        at = np.clip(self.fed - 1 + np.arange(run.num_target), 0, self.room - 1).astype(np.int32)
-        target = np.zeros(run.num_target, np.int32)
+        # Prediction i of a target token comes from chunk token fed − 1 + i, the last one is a free
+        # answer's first token; without fed tokens the first one is the dense pass's own.
+        at = np.append(self.fed - 1 + np.arange(run.num_target), (self.free_fed or 0) - 1)
+        at = np.clip(at, 0, self.room - 1).astype(np.int32)
+        target = np.zeros(len(at), np.int32)
         target[: len(run.target)] = run.target
         args = (model.params, cache, tokens, np.int32(self.cut), at, target, run.dense.scores)
         fn = functools.partial(passes.teacher_force, model.config)
@@ -360,10 +300,9 @@ class _Cut:
         top = np.array(teacher.top)
         if self.fed == 0:
             top[:, 0] = run.full_top[0]
-        answers: list[list[int]] = [[] for _ in batch]
-        decode_seconds = 0.0
-        if run.generates:
-            cache, answers, decode_seconds = self._decode(cache, teacher, top[:, 0], len(batch))
+        if self.free_fed == 0:
+            top[:, -1] = run.full_top[-1]
+        cache, answers, decode_seconds = self._answers(cache, batch, teacher, top)
         mark = np.ones(slots, bool)
         cache = evaluator._run("release", release, cache, mark, donate=(0,))
         nll, kl = np.asarray(teacher.nll), np.asarray(teacher.kl)
@@ -372,7 +311,8 @@ class _Cut:
         for slot, admitted in enumerate(batch):
             result = self._result(admitted, kept[slot], recall[slot], shared)
             result |= self._forced(top[slot], nll[slot], kl[slot])
-            result |= self._answered(result["em"], answers[slot])
+            result |= self._answered(result["em"], answers.get(self.fed, {}).get(slot, []))
+            result |= self._freely(answers.get(self.free_fed, {}).get(slot))
             results.append((admitted.variant, result))
         return cache, results
 
@@ -419,35 +359,73 @@ class _Cut:
         values = {"nll": nll[rest].mean(), "kl": kl[rest].mean(), "agree": agree}
         return {**out, **{name: _rounded(value) for name, value in values.items()}}
 
+    def _freely(self, tokens: list[int] | None) -> dict[str, Any]:
+        """A greedy answer without a given beginning, and whether it holds the true one."""
+        row = self.run.row
+        if tokens is None:
+            return {"free": None, "free_answer": None}
+        text = self.run.model.tokenizer.decode(tokens[: self.run.free_tokens])
+        text = finish_answer(text, row.stop)
+        score = score_free(row.metric, text, row.answers or (row.target,), row.classes)
+        return {"free": _rounded(score), "free_answer": text}
+
     def _answered(self, em: int, tokens: list[int]) -> dict[str, Any]:
         row = self.run.row
         if row.metric == "nll":
             return {"metric": "nll", "score": None}
         if not self.run.generates:
             return {"metric": "em", "score": float(em)}
-        text = finish_answer(self.run.model.tokenizer.decode(tokens), row.stop)
+        text = self.run.model.tokenizer.decode(tokens[: self.run.new_tokens])
+        text = finish_answer(text, row.stop)
         score = score_answer(row.metric, text, row.answers or (row.target,), row.classes)
         return {"metric": row.metric, "score": _rounded(score), "answer": text}
 
-    def _decode(self, cache, teacher, first: np.ndarray, used: int):
-        """Greedy answers of the first `used` slots, from their first token on."""
+    def _answers(self, cache, batch: list[_Admitted], teacher, top: np.ndarray):
+        """Greedy answers by tokens fed before them and by slot, and the seconds they took."""
+        run = self.run
+        wanted: dict[int, tuple[int, np.ndarray]] = {}
+        if self.free_fed is not None:
+            wanted[self.free_fed] = run.free_tokens, top[:, -1]
+        if run.generates:
+            # Where nothing of the answer is given, one stream serves both.
+            longest = max(run.new_tokens, wanted.get(self.fed, (0,))[0])
+            wanted[self.fed] = longest, top[:, 0]
+        answers, total = {}, 0.0
+        for number, (fed, (most, first)) in enumerate(wanted.items()):
+            if number:
+                cache = self._again(cache, batch)
+            cache, streams, seconds = self._decode(cache, teacher, first, len(batch), fed, most)
+            answers[fed], total = dict(enumerate(streams)), total + seconds
+        return cache, answers, total
+
+    def _again(self, cache, batch: list[_Admitted]):
+        """The slots as they were before anything was fed or decoded."""
+        mark = np.ones(self.run.evaluator.config.num_slots, bool)
+        cache = self.run.evaluator._run("release", release, cache, mark, donate=(0,))
+        for slot, admitted in enumerate(batch):
+            cache, same = self._admit(cache, slot, admitted.variant)
+            assert same is not None
+        return cache
+
+    def _decode(self, cache, teacher, first: np.ndarray, used: int, fed: int, most: int):
+        """At most `most` tokens greedily in the first `used` slots, `fed` before the first one."""
         run, evaluator = self.run, self.run.evaluator
         slots = evaluator.config.num_slots
         active = np.arange(slots) < used
-        if self.fed:
-            args = (cache, teacher.k, teacher.v, np.int32(self.fed), active)
+        if fed:
+            args = (cache, teacher.k, teacher.v, np.int32(fed), active)
             cache, ok = evaluator._run("fed", passes.write_fed, *args, donate=(0,))
             assert bool(ok)
         eos = set(run.model.tokenizer.eos_ids)
         answers = [[int(token)] for token in first[:used]]
         active[:used] = [answer[0] not in eos for answer in answers]
-        if run.new_tokens < 2:
+        if most < 2:
             active[:] = False
         state = dataclasses.replace(
             visits.init_slots(slots),
             token=jnp.asarray(first, jnp.int32),
             active=jnp.asarray(active),
-            remaining=jnp.full(slots, run.new_tokens - 1, jnp.int32),
+            remaining=jnp.full(slots, most - 1, jnp.int32),
         )
         full, every = get_method("full"), jnp.arange(slots, dtype=jnp.int32)
         limit = np.int32(STEPS_PER_VISIT)

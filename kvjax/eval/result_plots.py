@@ -45,6 +45,13 @@ def _methods(rows: Sequence[Result]) -> list[str]:
     return list(dict.fromkeys(row["method"] for row in rows if row["method"] != FULL))
 
 
+SCORES = {
+    "score": "exact matches of the true answer",
+    "free": "answers without a given beginning that hold the true one",
+}
+"""What `plot_scores` can show."""
+
+
 def _by_rate(
     lines: Sequence[Line], tasks: Sequence[str], value: str
 ) -> dict[str, list[tuple[float, float]]]:
@@ -98,11 +105,19 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot_share(rows: Sequence[Result], protocol: str) -> Figure | None:
-    """% of the full cache's score by rate: the mean of all tasks, and each task."""
+def plot_scores(rows: Sequence[Result], protocol: str, value: str = "score") -> Figure | None:
+    """A score, 0 to 100 %, by rate: the mean of all tasks, and each task.
+
+    Args:
+        rows: of a results file.
+        protocol: of the rows to draw.
+        value: one of `SCORES`.
+    """
     lines = [line for line in summarise(rows) if line.protocol == protocol]
-    full = [line for line in lines if line.method == FULL]
-    tasks = [line.task for line in full if line.score is not None and not line.full_fails]
+    full = {line.task: line for line in lines if line.method == FULL and not line.full_fails}
+    found = {task: getattr(line, value) for task, line in full.items()}
+    reference = {task: interval.mean for task, interval in found.items() if interval is not None}
+    tasks = list(reference)
     if not tasks or not _methods(rows):
         return None
     panels = [("mean of all tasks", tasks)] * (len(tasks) > 1) + [(task, [task]) for task in tasks]
@@ -114,12 +129,16 @@ def plot_share(rows: Sequence[Result], protocol: str) -> Figure | None:
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for axes, (title, wanted) in zip(grid.flat, panels):
-        axes.axhline(100, color="#888888", linewidth=0.8)
-        _draw_by_rate(axes, _by_rate(lines, wanted, "share"), 100, _methods(rows))
+        level = 100 * float(np.mean([reference[task] for task in wanted]))
+        axes.axhline(
+            level, color="#222222", linewidth=1.2, linestyle=(0, (6, 2)), label="full cache"
+        )
+        _draw_by_rate(axes, _by_rate(lines, wanted, value), 100, _methods(rows))
         axes.set_title(title, fontsize=9)
+        axes.set_ylim(-3, 103)
     for axes in grid[:, 0]:
-        axes.set_ylabel("% of the full cache")
-    figure.suptitle(f"Score by compression ({protocol})", fontsize=10)
+        axes.set_ylabel("%")
+    figure.suptitle(f"{SCORES[value].capitalize()} (protocol {protocol})", fontsize=10)
     _legend(figure, list(grid.flat), count)
     return figure
 

@@ -18,10 +18,11 @@ from kvjax.eval.files import open_text
 from kvjax.eval.scorers import check_metric, needs_answer
 from kvjax.models.tokenizer import Tokenizer
 
-Protocol = Literal["prompt", "question", "agnostic"]
+Protocol = Literal["chat", "agnostic", "question", "prompt"]
 SEGMENTS = ("head", "context", "question", "suffix", "answer_prefix")
-PROTOCOLS: dict[str, int] = {"prompt": 5, "question": 3, "agnostic": 2}
-"""How many of `SEGMENTS` are prefilled with full attention and then compressed once."""
+PROTOCOLS: dict[str, int] = {"chat": 4, "agnostic": 2, "question": 3, "prompt": 5}
+"""How many of `SEGMENTS` are prefilled with full attention and then compressed once, in the order
+of reports. Under all but `prompt` nothing of the answer is seen when the cache is compressed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,11 @@ class TokenRow:
     def cut(self, protocol: str) -> int:
         """Tokens that are prefilled with full attention and compressed; the rest is fed."""
         return sum(len(part) for part in self.segments[: PROTOCOLS[protocol]])
+
+    @property
+    def opened(self) -> int:
+        """Tokens up to where the assistant's turn opens: an answer of its own begins there."""
+        return sum(len(part) for part in self.segments[: SEGMENTS.index("answer_prefix")])
 
 
 def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> TokenRow:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from kvjax.cli import Progress
 from kvjax.errors import UserError
-from kvjax.eval.evaluator import Evaluator, Variant, bucket
+from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.results import ResultsFile
 from kvjax.eval.rows import Row, Skipped, TokenRow
+from kvjax.eval.sizes import Variant, bucket
 
 SAY_EVERY = 30.0
 """Seconds between two lines of progress where no terminal shows them in place."""

@@ -147,6 +147,18 @@ def score_answer(
     return sum(scores) / len(scores) if metric == "contains-all" else max(scores)
 
 
+def score_free(
+    metric: str, answer: str, truths: Sequence[str], classes: Sequence[str] = ()
+) -> float:
+    """Score of a greedy answer that was given no beginning: whether it holds the true one.
+
+    Metrics that compare generated text score it themselves. Arguments as of `score_answer`.
+    """
+    if needs_answer(metric):
+        return score_answer(metric, answer, truths, classes)
+    return score_answer("contains", answer, [truth.strip() for truth in truths])
+
+
 def finish_answer(text: str, stop: Sequence[str]) -> str:
     """The answer before the first of the stop texts, without empty lines before it."""
     text = text.lstrip("\n")

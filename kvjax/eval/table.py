@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.eval.results import Result
+from kvjax.eval.rows import PROTOCOLS
 
 RESAMPLES = 2000
 FULL = "full"
@@ -72,6 +73,8 @@ class Line:
     metric: str
     prompts: int
     score: Interval | None
+    free: Interval | None
+    """How many answers without a given beginning hold the true one."""
     share: Interval | None
     """Score as a share of the full cache's on the same prompts."""
     nll: Interval | None
@@ -91,6 +94,14 @@ class Line:
     """Whether the full cache scores too little for the task to say anything."""
 
 
+def protocols_of(names: Iterable[str]) -> list[str]:
+    """These protocols, each once, in the order of reports."""
+    known = list(PROTOCOLS)
+    return sorted(
+        dict.fromkeys(names), key=lambda name: known.index(name) if name in known else len(known)
+    )
+
+
 def summarise(results: Iterable[Result]) -> list[Line]:
     """One line per (task, protocol, method, rate); the full cache comes first."""
     results = list(results)
@@ -105,8 +116,15 @@ def summarise(results: Iterable[Result]) -> list[Line]:
         lines.append(_line(task, protocol, method, rate, rows, full))
     methods = {method: n for n, method in enumerate(dict.fromkeys(l.method for l in lines))}
     tasks = {task: n for n, task in enumerate(dict.fromkeys(l.task for l in lines))}
+    order = {name: n for n, name in enumerate(protocols_of(l.protocol for l in lines))}
     lines.sort(
-        key=lambda l: (tasks[l.task], l.protocol, l.method != FULL, methods[l.method], l.rate)
+        key=lambda l: (
+            tasks[l.task],
+            order[l.protocol],
+            l.method != FULL,
+            methods[l.method],
+            l.rate,
+        )
     )
     return lines
 
@@ -149,6 +167,7 @@ def _line(
         metric=rows[0]["metric"],
         prompts=len(rows),
         score=bootstrap(scores),
+        free=bootstrap(present("free")),
         share=share,
         nll=bootstrap(present("nll")),
         kl=bootstrap(present("kl")),
@@ -184,7 +203,7 @@ def _shown(interval: Interval | None, digits: int, factor: float = 1) -> str:
 
 def full_table(lines: Sequence[Line]) -> str:
     """What the full cache does on every task, and which tasks it cannot do."""
-    head = ("task", "protocol", "metric", "prompts", "score", "NLL", "KVs", "MB", "")
+    head = ("task", "protocol", "metric", "prompts", "score", "free answer", "NLL", "KVs", "MB", "")
     rows = [
         (
             line.task,
@@ -192,6 +211,7 @@ def full_table(lines: Sequence[Line]) -> str:
             line.metric,
             line.prompts,
             _shown(line.score, 1, 100),
+            _shown(line.free, 1, 100),
             _shown(line.nll, 3),
             f"{line.kvs:,.0f}",
             f"{line.megabytes:.1f}",
@@ -204,38 +224,41 @@ def full_table(lines: Sequence[Line]) -> str:
 
 
 def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value: str) -> str:
-    """Methods by rates, one number each: the mean over tasks.
+    """Methods by rates, one number each: the mean over tasks. The full cache's stands first.
 
     Args:
         lines: from `summarise`.
         protocol: of the lines to use.
         tasks: the tasks to average over.
-        value: "share" (% of the full cache's score), "nll", "kl", "agree", "recall" (%), or "kvs"
-            (% of the full cache's KVs that are held).
+        value: "score", "free", "share" (% of the full cache's score), "agree" or "recall", all in
+            %; "nll", "kl", or "rate" (KVs of the full cache over KVs held).
     """
-    chosen = [l for l in lines if l.protocol == protocol and l.task in tasks and l.method != FULL]
-    rates = sorted({line.rate for line in chosen})
+    chosen = [l for l in lines if l.protocol == protocol and l.task in tasks]
+    rates = sorted({line.rate for line in chosen if line.method != FULL})
     cells: dict[tuple[str, float], list[float]] = collections.defaultdict(list)
-    percent = value in ("share", "agree", "recall", "kvs")
+    percent = value in ("score", "free", "share", "agree", "recall")
     for line in chosen:
-        number = line.kvs_share if value == "kvs" else getattr(line, value)
+        number = 1 / line.kvs_share if value == "rate" else getattr(line, value)
         number = number.mean if isinstance(number, Interval) else number
         if number is not None:
             cells[line.method, line.rate].append(number * (100 if percent else 1))
     rows = []
     for method in dict.fromkeys(line.method for line in chosen):
-        found = [cells.get((method, rate)) for rate in rates]
+        # Once for all rates: nothing is compressed.
+        found = [cells.get((method, 1.0 if method == FULL else rate)) for rate in rates]
         # A mean over fewer tasks than the others' would not compare.
         shown = [np.mean(c) if c and len(c) == len(tasks) else None for c in found]
-        rows.append((method, *(_number(v, ".1f" if percent else ".3f") for v in shown)))
+        form = ".1f" if percent or value == "rate" else ".3f"
+        rows.append((method, *(_number(v, form) for v in shown)))
     return "\n".join(_table(("method", *(f"{rate:g}×" for rate in rates)), rows))
 
 
 def long_table(lines: Sequence[Line]) -> str:
     """Every line with its intervals."""
     head = (
-        *("task", "protocol", "method", "rate", "prompts", "score", "% of full"),
-        *("NLL", "KL", "agree %", "recall %", "KVs", "KVs %", "MB", "select % of prefill", "s"),
+        *("task", "protocol", "method", "rate", "prompts", "score", "free answer", "% of full"),
+        *("NLL", "KL", "agree %", "recall %", "KVs", "reached rate", "MB"),
+        *("select % of prefill", "s"),
     )
     rows = (
         (
@@ -245,13 +268,14 @@ def long_table(lines: Sequence[Line]) -> str:
             f"{line.rate:g}",
             line.prompts,
             _shown(line.score, 1, 100),
+            _shown(line.free, 1, 100),
             _shown(line.share, 1, 100),
             _shown(line.nll, 3),
             _shown(line.kl, 3),
             _shown(line.agree, 1, 100),
             _number(None if line.recall is None else line.recall * 100, ".1f"),
             f"{line.kvs:,.0f}",
-            f"{line.kvs_share * 100:.1f}",
+            f"{1 / line.kvs_share:.1f}",
             f"{line.megabytes:.2f}",
             f"{line.select_share * 100:.1f}",
             f"{line.seconds:.2f}",
@@ -266,15 +290,20 @@ def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> 
     lines = summarise(results)
     page = [f"# {title}", "", *(f"- {note}" for note in notes), ""]
     page += ["## The full cache", "", full_table(lines), ""]
-    for protocol in dict.fromkeys(line.protocol for line in lines):
+    for protocol in protocols_of(line.protocol for line in lines):
         full = [l for l in lines if l.protocol == protocol and l.method == FULL]
         scored = [l.task for l in full if l.score is not None and not l.full_fails]
         texts = [l.task for l in full if l.metric == "nll"]
-        sections = [("% of the full cache's score", scored, "share")]
-        sections += [(f"% of the full cache's score: {task}", [task], "share") for task in scored]
+        freely = [l.task for l in full if l.task in scored and l.free is not None]
+        sections = [("Score × 100", scored, "score"), ("Free answers × 100", freely, "free")]
+        for task in scored if len(scored) > 1 else ():
+            sections += [(f"Score × 100: {task}", [task], "score")]
+            if task in freely:
+                sections += [(f"Free answers × 100: {task}", [task], "free")]
         sections += [("KL(full ‖ compressed) on continuation", texts, "kl")]
         sections += [("NLL on continuation", texts, "nll")]
-        sections += [("KVs held, % of the full cache's", [l.task for l in full], "kvs")]
+        reached = "Reached rate: KVs of the full cache / KVs held"
+        sections += [(reached, [l.task for l in full], "rate")]
         for name, tasks, value in sections:
             if tasks:
                 mean = f", mean of {len(tasks)} tasks" if len(tasks) > 1 else ""
@@ -286,6 +315,8 @@ def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> 
 
 FOOT = (
     "Means over prompts, 95 % bootstrap intervals over prompts in brackets. Scores × 100. "
+    "free answer: how many greedy answers that are given no beginning hold the true one. "
+    "reached rate: KVs of the full cache / KVs held. "
     "✗: the full cache itself scores under 50 (em) or 5 (other metrics), so the line says nothing. "
     "NLL, KL to the full cache and top-1 agreement are over the target tokens after the first. "
     "recall: share of the attention that the following tokens pay to the prompt, with the full "

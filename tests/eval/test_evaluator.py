@@ -12,15 +12,9 @@ from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
 from kvjax.engine import steps
 from kvjax.errors import UserError
-from kvjax.eval.evaluator import (
-    Evaluator,
-    EvaluatorConfig,
-    Variant,
-    bucket,
-    rate_blocks,
-    slots_for,
-)
+from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.rows import PROTOCOLS
+from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks, slots_for
 from kvjax.models.llama import forward, logits
 from tests.eval.conftest import TINY, make_row
 
@@ -107,7 +101,7 @@ def test_an_answer_that_the_model_gives_counts_as_exact(evaluator, tiny_model):
         tokens.append(int(dense_scores(tiny_model, np.asarray(tokens))[-1].argmax()))
     text = bytes(tokens[start:]).decode()
     results = run_row(evaluator, make_row(target=text), PROTOCOLS, [Variant("full", 1.0)])
-    assert [result["em"] for result in results.values()] == [1, 1, 1]
+    assert [result["em"] for result in results.values()] == [1] * len(PROTOCOLS)
 
 
 @functools.cache
@@ -125,6 +119,18 @@ def admit(method):
     return jax.jit(functools.partial(steps.admit, method=get_method(method)))
 
 
+def empty_cache():
+    return init_cache(
+        num_slots=1,
+        num_layers=TINY.num_layers,
+        num_kv_heads=TINY.num_kv_heads,
+        head_dim=TINY.head_dim,
+        num_blocks=400,
+        max_blocks_per_head=64,
+        block_size=4,
+    )
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("method", ["kv-compress", "kv-compress-full-l2"])
 def test_compressed_scores_equal_decoding_token_by_token(evaluator, tiny_model, method, protocol):
@@ -134,15 +140,7 @@ def test_compressed_scores_equal_decoding_token_by_token(evaluator, tiny_model, 
     result = run_row(evaluator, row, [protocol], [Variant(method, rate)])[protocol, method, rate]
 
     prompt, scores = prefill(method)(tiny_model.params, padded(full[:cut]), np.int32(cut))
-    cache = init_cache(
-        num_slots=1,
-        num_layers=TINY.num_layers,
-        num_kv_heads=TINY.num_kv_heads,
-        head_dim=TINY.head_dim,
-        num_blocks=400,
-        max_blocks_per_head=64,
-        block_size=4,
-    )
+    cache = empty_cache()
     keep = rate_blocks(cut, rate, HEADS, 4)
     cache, _, ok = admit(method)(cache, np.int32(0), prompt, np.int32(keep))
     assert ok
@@ -180,6 +178,91 @@ def test_generated_answers_are_greedy(evaluator, tiny_model, protocol):
     assert results[protocol, "full", 1.0]["answer"] == expected
     assert results[protocol, "full", 1.0]["metric"] == "f1"
     assert isinstance(results[protocol, "kv-compress", 2.0]["answer"], str)
+
+
+def plain_answer(model, tokens, count: int) -> str:
+    """So many greedy tokens of the full cache behind these, as text."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(dense_scores(model, np.asarray(tokens))[-1].argmax()))
+    return bytes(tokens[-count:]).decode()
+
+
+def opened(row) -> list[int]:
+    """What a server gets of a row: up to where the assistant's turn opens."""
+    return list((row.head + row.context + row.question + row.suffix).encode())
+
+
+def test_free_answers_of_the_full_cache_begin_where_the_turn_opens(tiny_model):
+    """No word of the answer is given, whatever the protocol; `prompt` has it compressed already."""
+    evaluator = Evaluator(tiny_model, dataclasses.replace(CONFIG, free_tokens=7))
+    row = make_row()
+    expected = plain_answer(tiny_model, opened(row), 7)
+    # The answer's given beginning would make another one.
+    assert plain_answer(tiny_model, evaluator.tokenise(row).prompt, 7) != expected
+    for target, holds in ((f" {expected[2:5].upper()}", 1), (row.target, 0), ("It was", 0)):
+        asked = make_row(target=target)
+        results = run_row(evaluator, asked, PROTOCOLS, [Variant("full", 1.0)])
+        for (protocol, *_), result in results.items():
+            if protocol == "prompt":
+                assert (result["free"], result["free_answer"]) == (None, None)
+                continue
+            assert result["free_answer"] == expected
+            assert result["free"] == holds
+            assert result["score"] == result["em"] == 0
+    text = run_row(evaluator, make_row(metric="nll"), ["chat"], [Variant("full", 1.0)])
+    assert text["chat", "full", 1.0]["free_answer"] is None
+    # Without a given beginning `prompt` is what a server does.
+    bare = run_row(evaluator, make_row(answer_prefix=""), ["prompt"], [Variant("full", 1.0)])
+    assert bare["prompt", "full", 1.0]["free_answer"] == expected
+
+
+@pytest.mark.parametrize("protocol", ["chat", "agnostic"])
+@pytest.mark.parametrize("metric", ["em", "f1"])
+def test_free_answers_come_from_the_compressed_cache(tiny_model, protocol, metric):
+    """Beside an answer behind its given beginning where the metric wants one (f1)."""
+    method, rate, count = "kv-compress", 8.0, 9
+    evaluator = Evaluator(tiny_model, dataclasses.replace(CONFIG, free_tokens=count))
+    row = make_row(metric=metric, max_new_tokens=5)
+    cut = {"chat": len(opened(row)), "agnostic": len(row.head + row.context)}[protocol]
+    result = run_row(evaluator, row, [protocol], [Variant(method, rate)])[protocol, method, rate]
+
+    def decoded(given: list[int], count: int) -> str:
+        prompt, scores = prefill(method)(tiny_model.params, padded(given[:cut]), np.int32(cut))
+        cache = empty_cache()
+        keep = np.int32(rate_blocks(cut, rate, HEADS, 4))
+        cache, _, _ = admit(method)(cache, np.int32(0), prompt, keep)
+        fed, out = list(given[cut:]), []
+        while len(out) < count:
+            if not fed:
+                # The first one from the prefill if nothing is fed, as in generation.
+                out.append(int(np.asarray(scores).reshape(-1).argmax()))
+            token = fed.pop(0) if fed else out[-1]
+            cache, scores, ok = decode_step()(
+                tiny_model.params, cache, np.asarray([token], np.int32), np.asarray([True])
+            )
+            assert ok
+        return bytes(out).decode()
+
+    expected = decoded(opened(row), count)
+    assert result["free_answer"] == expected
+    # What is compared tells the compressed cache from the full one, and from a given beginning.
+    assert expected != plain_answer(tiny_model, opened(row), count)
+    begun = opened(row) + list(row.answer_prefix.encode())
+    assert decoded(begun, count) != expected
+    if metric == "f1":
+        assert result["answer"] == decoded(begun, 5)
+
+
+def test_a_free_answer_ends_with_the_models_context(tiny_model):
+    row = make_row()
+    length = len(opened(row)) + len(row.answer_prefix + row.target)
+    config = dataclasses.replace(CONFIG, free_tokens=500, context_length=length)
+    result = run_row(Evaluator(tiny_model, config), row, ["chat"], [Variant("full", 1.0)])
+    assert len(result["chat", "full", 1.0]["free_answer"]) == len(row.answer_prefix + row.target)
+    none = dataclasses.replace(CONFIG, free_tokens=0)
+    result = run_row(Evaluator(tiny_model, none), row, ["chat"], [Variant("full", 1.0)])
+    assert result["chat", "full", 1.0]["free"] is None
 
 
 def test_stop_texts_end_an_answer_early(tiny_model):
@@ -241,6 +324,10 @@ def test_padding_is_at_most_a_quarter():
 
 
 def test_sizes_that_cannot_be():
-    for values in ({"num_slots": 0}, {"floor": -1}, {"context_length": 0}, {"max_new_tokens": 0}):
+    for name, value in (
+        *(("num_slots", 0), ("floor", -1), ("context_length", 0), ("max_new_tokens", 0)),
+        ("free_tokens", -1),
+    ):
+        values = {name: value}
         with pytest.raises(UserError):
             EvaluatorConfig(**values)  # pyright: ignore[reportArgumentType]

@@ -11,7 +11,7 @@ from kvjax.eval.result_plots import (
     plot_kept,
     plot_needles,
     plot_recall,
-    plot_share,
+    plot_scores,
     plot_text,
 )
 from tests.scripts.conftest import load_script
@@ -37,6 +37,7 @@ def rows(**changes):
                             "metric": metric,
                             "em": int(score),
                             "score": score if metric == "em" else None,
+                            "free": score / 2 if metric == "em" else None,
                             "nll": 2.0,
                             "kl": 0.1,
                             "agree": 1.0,
@@ -63,13 +64,30 @@ def lines_of(axes):
     return {line.get_label(): line for line in axes.get_lines()}
 
 
-def test_scores_are_shares_over_the_rate_really_kept():
-    (axes,) = axes_of(plot_share(rows(), "prompt"))
+def test_scores_are_absolute_over_the_rate_really_kept():
+    """A full cache that fails sometimes lowers its own line, and lifts no other above 100."""
+    some = [
+        {**row, "score": 0.0} if (row["method"], row["id"]) == ("full", "needle0") else row
+        for row in rows()
+    ]
+    (axes,) = axes_of(plot_scores(some, "prompt"))
     lines = lines_of(axes)
     assert lines["good"].get_xdata() == pytest.approx([2, 8])
     assert lines["good"].get_ydata() == pytest.approx([100, 100])
     assert lines["bad"].get_ydata() == pytest.approx([0, 0])
+    assert lines["full cache"].get_ydata() == pytest.approx([75, 75])
     assert "full" not in lines
+    low, high = axes.get_ylim()
+    assert low <= 0
+    assert 100 <= high < 110
+
+
+def test_answers_without_a_beginning_have_a_picture():
+    (axes,) = axes_of(plot_scores(rows(), "prompt", "free"))
+    lines = lines_of(axes)
+    assert lines["good"].get_ydata() == pytest.approx([50, 50])
+    assert lines["full cache"].get_ydata() == pytest.approx([50, 50])
+    assert plot_scores(rows(free=None), "prompt", "free") is None
 
 
 def test_text_shows_nll_and_kl():
@@ -98,13 +116,13 @@ def test_kept_and_recall_are_means_of_the_rows_with_details():
 
 def test_what_is_not_there_is_not_drawn():
     full = [row for row in rows() if row["method"] == "full"]
-    assert plot_share(full, "prompt") is None
+    assert plot_scores(full, "prompt") is None
     assert plot_text(full, "prompt") is None
     assert plot_needles(full, "prompt", "needle") is None
     plain = [{k: v for k, v in r.items() if k not in ("kept", "recall_by_layer")} for r in rows()]
     assert plot_kept(plain, "prompt", 8.0) is None
     assert plot_recall(plain, "prompt", 8.0) is None
-    assert plot_share(rows(score=0.0), "prompt") is None
+    assert plot_scores(rows(score=0.0), "prompt") is None
 
 
 PLOT = load_script("plot")
@@ -121,7 +139,9 @@ def test_the_script_writes_every_picture(results, tmp_path, capsys):
     out = tmp_path / "pictures"
     assert main_of(PLOT.main, [str(results), "--out", str(out), "--methods", "good"]) == 0
     names = {path.stem for path in out.iterdir()}
-    assert names == {f"{n}-prompt" for n in ("score", "text", "kept", "recall", "needle-needle")}
+    assert names == {
+        f"{n}-prompt" for n in ("score", "free", "text", "kept", "recall", "needle-needle")
+    }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.iterdir())
     assert len(capsys.readouterr().out.split()) == len(names)
 

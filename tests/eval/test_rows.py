@@ -29,6 +29,8 @@ def test_protocols_cut_where_they_should():
     assert bytes(tokens.prompt.tolist()).decode() == joined
     assert bytes(tokens.target.tolist()).decode() == row.target
     assert tokens.cut("prompt") == len(joined)
+    assert tokens.cut("chat") == tokens.opened == len(joined) - len(row.answer_prefix)
+    assert len(row.answer_prefix) > 0
     assert tokens.cut("question") == len(row.head + row.context + row.question)
     assert tokens.cut("agnostic") == len(row.head + row.context)
     assert tokens.removed == 0

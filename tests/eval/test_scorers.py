@@ -15,6 +15,7 @@ from kvjax.eval.scorers import (
     retrieval,
     rouge_l,
     score_answer,
+    score_free,
 )
 
 
@@ -84,6 +85,19 @@ def test_best_truth_or_share_of_truths():
     assert score_answer("f1", "cat", ("dog", "cat")) == 1.0
     assert score_answer("contains", "It is 17, or 18", ("18", "99")) == 1.0
     assert score_answer("contains-all", "17 and 18", ("17", "18", "19", "20")) == 0.5
+
+
+def test_answers_without_a_beginning_are_scored_by_holding_the_true_one():
+    for metric in ("em", "contains"):
+        assert score_free(metric, "It was 1234567, I think.", ("1234567",)) == 1.0
+        assert score_free(metric, "It was 123456", ("1234567",)) == 0.0
+    # The space that joins a target to its prompt is not part of it.
+    assert score_free("em", "1234567.", (" 1234567",)) == 1.0
+    assert score_free("em", "In a Copper Box", (" copper box",)) == 1.0
+    assert score_free("em", "b", ("a", "b")) == 1.0
+    assert score_free("contains-all", "17 and 18", ("17", "18", "19", "20")) == 0.5
+    assert score_free("f1", "cat bird", ("cat dog",)) == 0.5
+    assert score_free("classification", "City", ("City",), ("City", "Country")) == 1.0
 
 
 def test_metrics_are_known_by_name():

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.eval.evaluator import Evaluator, EvaluatorConfig, Variant
+from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.rows import PROTOCOLS, Skipped
+from kvjax.eval.sizes import EvaluatorConfig, Variant
 from kvjax.eval.tasks import Context, TaskOptions, make_rows
 from kvjax.models import load_model
 from kvjax.models.llama import forward, logits
@@ -43,7 +44,7 @@ def test_needles_are_found_and_agree_with_a_plain_pass(model):
     options = TaskOptions(lengths=(400,), rows=2, depths=2)
     rows = make_rows(["passkey"], Context(model.tokenizer, options, Skipped()))
     evaluator = Evaluator(model, EvaluatorConfig(num_slots=4))
-    found = 0
+    found, freely = 0, 0
     variants = [Variant("full", 1.0), Variant("kv-compress", 1.0), Variant("kv-compress", 8.0)]
     for row in rows:
         tokens = evaluator.tokenise(row)
@@ -56,9 +57,15 @@ def test_needles_are_found_and_agree_with_a_plain_pass(model):
                 assert result["kvs"] / result["kvs_full"] == pytest.approx(1 / 8, rel=0.1)
                 assert result["kl"] > 0
                 continue
+            holds = (
+                result["free_answer"] is not None and row.target.strip() in result["free_answer"]
+            )
+            assert result["free"] == (None if result["protocol"] == "prompt" else holds)
+            freely += holds
             assert result["em"] == (scores.argmax(-1) == tokens.target).all()
             found += result["em"]
             np.testing.assert_allclose(result["nll"], nll[1:].mean(), rtol=1e-3, atol=1e-4)
             assert abs(result["kl"]) < 1e-4
             assert result["agree"] == 1
     assert found > 0
+    assert freely > 0

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvjax.eval.rows import PROTOCOLS
 from kvjax.eval.table import Interval, bootstrap, rate_table, report, summarise
 
 
@@ -98,10 +99,44 @@ def test_rate_tables_average_over_tasks_or_say_nothing():
     lines = summarise(RESULTS + other)
     table = rate_table(lines, "prompt", ["needle", "kv"], "share").splitlines()
     assert table[0] == "| method | 4× |"
-    assert table[2] == f"| a | {100 * (2 / 3 + 1) / 2:.1f} |"
-    assert table[3] == "| b | – |"
-    assert rate_table(lines, "prompt", ["needle"], "kvs").splitlines()[2] == "| a | 25.0 |"
-    assert rate_table(lines, "prompt", ["needle"], "kl").splitlines()[2] == "| a | 0.500 |"
+    assert table[2] == "| full | 100.0 |"
+    assert table[3] == f"| a | {100 * (2 / 3 + 1) / 2:.1f} |"
+    assert table[4] == "| b | – |"
+    # Absolute scores, the full cache's beside them at every rate.
+    table = rate_table(lines, "prompt", ["needle", "kv"], "score").splitlines()
+    assert table[2:4] == ["| full | 87.5 |", "| a | 75.0 |"]
+    assert rate_table(lines, "prompt", ["needle"], "rate").splitlines()[2:4] == [
+        "| full | 1.0 |",
+        "| a | 4.0 |",
+    ]
+    assert rate_table(lines, "prompt", ["needle"], "kl").splitlines()[3] == "| a | 0.500 |"
+
+
+def test_free_answers_have_a_column_of_their_own():
+    rows = [{**row, "free": 1.0 if row["method"] == "full" else 0.25} for row in RESULTS]
+    full, a, _ = summarise(rows)
+    assert (mean_of(full.free), mean_of(a.free), mean_of(a.score)) == (1.0, 0.25, 0.5)
+    assert rate_table([full, a], "prompt", ["needle"], "free").splitlines()[2:] == [
+        "| full | 100.0 |",
+        "| a | 25.0 |",
+    ]
+    page = report(rows, "Title")
+    assert "| needle | prompt | em | 4 | 75.0 [25.0, 100.0] | 100.0 [100.0, 100.0] |" in page
+    assert "## Free answers × 100 (`prompt`)" in page
+    # Rows of files from before there were any.
+    assert "Free answers × 100 (" not in report(RESULTS, "Title")
+    assert summarise(RESULTS)[0].free is None
+
+
+def test_protocols_come_in_the_order_of_what_people_do():
+    names = ("prompt", "agnostic", "question", "chat")
+    rows = [{**row, "protocol": name} for name in names for row in RESULTS]
+    page = report(rows, "Title")
+    places = [page.index(f"## Score × 100 (`{name}`)") for name in PROTOCOLS]
+    assert places == sorted(places)
+    assert list(PROTOCOLS) == ["chat", "agnostic", "question", "prompt"]
+    in_lines = list(dict.fromkeys(line.protocol for line in summarise(rows)))
+    assert in_lines == list(PROTOCOLS)
 
 
 def test_the_page_holds_every_line():

@@ -35,6 +35,8 @@ for line in sys.stdin:
                      compress_seconds=1.0, score_seconds=1.0)
         if entry["positions"]:
             found["positions"] = [[list(range(job["cut"]))] * HEADS] * LAYERS
+        if job["free_tokens"] and job["opened"] >= job["cut"]:
+            found["free"] = list(b"the abc, " + b"x" * job["free_tokens"])
         results.append(found)
     if job.get("logits_to"):
         open(job["logits_to"], "wb").write(open(LOGITS, "rb").read())
@@ -131,6 +133,7 @@ def test_weights_for_the_peer_are_those_that_were_loaded(modules, tiny_folder, t
 
 def result(id, method, rate, **changes):
     base = {"task": "needle", "protocol": "prompt", "score": 1.0, "em": 1, "nll": 2.0, "kl": 0.0}
+    base["kvs_full"] = 100
     base["metric"] = "em"
     return {**base, "id": id, "method": method, "rate": rate, "kvs": 10, **changes}
 
@@ -171,11 +174,12 @@ def test_continuations_are_compared_by_nll(tables, results):
 
 
 def test_the_mean_of_tasks_counts_each_task_once(tables):
-    share = tables.mean_share([([1, 0, 1, 0], [1, 1, 1, 1]), ([1, 1], [1, 1])])
-    assert share.mean == 0.75
-    assert 0.5 <= share.low < 0.75 < share.high <= 1
-    assert tables.mean_share([([0.5], [0.5])]) == tables.Interval(1.0, 1.0, 1.0)
-    assert tables.mean_share([]) is None
+    mean = tables.mean_of_tasks([[1, 0, 1, 0], [1, 1]])
+    assert mean.mean == 0.75
+    assert 0.5 <= mean.low < 0.75 < mean.high <= 1
+    assert tables.mean_of_tasks([[0.5]]) == tables.Interval(0.5, 0.5, 0.5)
+    assert tables.mean_of_tasks([]) is None
+    assert tables.mean_of_tasks([[1.0], []]) is None
 
 
 def test_the_summary_has_a_line_per_method_and_a_column_per_rate(tables, work, results):
@@ -184,16 +188,28 @@ def test_the_summary_has_a_line_per_method_and_a_column_per_rate(tables, work, r
     weak = [{**row, "task": "weak", "id": "w" + row["id"]} for row in results]
     weak = [{**row, "score": 0.0} if row["method"] == "full" else row for row in weak]
     text = [{**row, "task": "text", "score": None, "metric": "nll"} for row in results]
-    rows = [*results, *other, *weak, *text]
+    rows = [dict(row) for row in (*results, *other, *weak, *text)]
     for row in rows:
         if row["method"] == theirs and row["task"] == "fact":
             row["score"] = 1.0
+        if row["method"] == "full" and row["id"] == "fa":
+            row["score"] = 0.0
+        row["free"] = {"full": 1.0, theirs: 0.0}.get(row["method"], float(row["id"] == "a"))
     page = "\n".join(tables.summary_tables(rows, "snapkv-w64-avg5"))
-    assert "mean of needle, fact, `prompt`" in page
-    assert "| kvpress snapkv | 50 [50, 50] |" in page
-    assert "| `snapkv-w64-avg5` | 100 [100, 100] |" in page
-    assert "| needle (3 prompts, full cache 100) | fact (3 prompts, full cache 100) |" in page
-    assert "| kvpress snapkv | 0 | 100 |" in page
+    exact, free = page.split("Answers without a given beginning that hold the answer, %, mean")
+    assert "Exact matches, %, mean of needle, fact, `prompt`" in exact
+    assert "| kvpress snapkv | 50 [50, 50] |" in exact
+    # Absolute, whatever the full cache has.
+    assert "| `snapkv-w64-avg5` | 100 [100, 100] |" in exact
+    assert "| full cache | 83 [" in exact
+    assert "| needle (3 prompts) | fact (3 prompts) |" in exact
+    assert "| kvpress snapkv | 0 | 100 |" in exact
+    assert "| full cache | 100 | 67 |" in exact
+    assert "| kvpress snapkv | 0 | 0 |" in free
+    assert "| full cache | 100 | 100 |" in free
+    assert "| `snapkv-w64-avg5` | 33 | 0 |" in free
+    assert "| `snapkv-w64-avg5` | 12 (8.3×) |" in free
+    assert "| kvpress snapkv | 10 (10.0×) |" in free
     assert "| kvpress snapkv | 1.500 [1.000, 2.000] |" in page
     # The full cache fails there: nothing follows.
     assert "weak" not in page
@@ -218,9 +234,10 @@ ROW = {
 @pytest.fixture
 def run(modules, tmp_path, tiny_folder, python, capsys):
     """Runs the script against a stand-in whose scores are made up and whose logits are ours."""
-    from kvjax.eval.evaluator import Evaluator, EvaluatorConfig
+    from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.passes import dense_pass
     from kvjax.eval.rows import Row
+    from kvjax.eval.sizes import EvaluatorConfig
     from kvjax.models import load_model
 
     script = modules[0]
@@ -257,6 +274,9 @@ def test_a_run_gives_every_press_our_kvs_and_goes_on(run, tmp_path):
     }  # fmt: skip
     assert "skipped tova at rate 4 of one: AssertionError: too short" in err
     assert kvs["kvpress:kvzip@kv-compress"] == kvs["kv-compress"] < kvs["full"]
+    free = {row["method"]: (row["free"], row["free_answer"]) for row in rows}
+    assert free["kvpress:kvzip@kv-compress"] == (1.0, "the abc, " + "x" * 40)
+    assert free["full"][0] == 0.0
     last = json.loads(out.splitlines()[-1])
     assert last["logits_difference"] < 1e-6
     # The stand-in keeps every position: none of ours is missing.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,12 @@ def test_tasks_give_one_row_each_and_a_table(tiny, tmp_path):
         assert row["kvs"] <= row["kvs_full"]
         assert row["settings"]["block_size"] == 16
         assert {"em", "nll", "kl", "agree", "recall", "bytes", "seconds"} <= set(row)
+        # What a server gets, unless another protocol is asked for.
+        assert row["protocol"] == "chat"
+        assert row["compressed_tokens"] < row["prompt_tokens"]
+        assert isinstance(row["free_answer"], str)
+        assert row["free"] in (0.0, 1.0)
+        assert row["settings"]["free_tokens"] == 40
     page = (tmp_path / "r.md").read_text()
     assert "## The full cache" in out
     assert "## Every line" in page
@@ -74,12 +81,19 @@ def test_tasks_give_one_row_each_and_a_table(tiny, tmp_path):
 
 
 def test_prompt_files_are_read_and_bad_rows_counted(tiny, prompts, tmp_path):
-    code, _, err = tiny("--prompts", prompts, "--protocols", "prompt,agnostic")
+    given = ("--protocols", "prompt,agnostic,chat", "--free-tokens", 3)
+    code, out, err = tiny("--prompts", prompts, *given)
     assert code == 0, err
     rows = read(tmp_path / "r.jsonl")
     assert {(row["id"], row["protocol"]) for row in rows} == {
-        (name, protocol) for name in "ab" for protocol in ("prompt", "agnostic")
+        (name, protocol) for name in "ab" for protocol in ("prompt", "agnostic", "chat")
     }
+    # Nothing is given of these answers: also `prompt` has one of its own. A token is a byte.
+    assert all(len(row["free_answer"].encode()) <= 3 * len("\ufffd".encode()) for row in rows)
+    order = [
+        name for line in out.splitlines() for name in re.findall(r"\| mine \S* *\| (\w+)", line)
+    ]
+    assert list(dict.fromkeys(order)) == ["chat", "agnostic", "prompt"]
     assert {row["task"] for row in read(tmp_path / "r.jsonl")} == {"mine"}
     assert "skipped mine.jsonl row 2: no JSON" in err
     assert "1 rows skipped" in err
@@ -135,6 +149,7 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
         (("--length", "8"), "lengths (8,)"),
         (("--rows", "0"), "rows 0"),
         (("--batch", "0"), "num_slots 0"),
+        (("--free-tokens", "-1"), "free_tokens -1"),
         (("--data", "/no/such/folder"), "no such folder"),
         (("--haystack", "/no/such/text"), "there is no /no/such/text"),
         (("--data", "/dev", "--tasks", "longbench"), "no /dev/longbench, which the task longbench"),
@@ -164,6 +179,9 @@ def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
     code, _, err = tiny("--prompts", prompts, "--block-size", 8)
     assert code == 2
     assert "block_size 16, and this run has 8" in err
+    code, _, err = tiny("--prompts", prompts, "--free-tokens", 0)
+    assert code == 2
+    assert "free_tokens 40, and this run has 0" in err
     prompts.write_text(prompts.read_text().replace("one two", "two one"))
     code, _, err = tiny("--prompts", prompts)
     assert code == 2

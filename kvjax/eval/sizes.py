@@ -1,0 +1,89 @@
+"""What an evaluation is asked for and how large things become: variants, blocks, padding, slots."""
+
+import dataclasses
+
+import jax
+
+from kvjax.cache import budget_blocks
+from kvjax.engine.worker import NO_BUDGET
+from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method at a compression rate."""
+
+    method: str
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatorConfig:
+    """Sizes of an evaluation."""
+
+    block_size: int = 16
+    num_slots: int = 16
+    """Variants of one prompt that run side by side."""
+    floor: int = 0
+    """Tokens' worth of KVs that every rate keeps at least."""
+    context_length: int | None = None
+    """Most tokens of a prompt and its answer, instead of the model's own limit."""
+    max_target: int = 128
+    """Tokens of a target that are teacher-forced."""
+    max_new_tokens: int | None = None
+    """Most tokens of a generated answer, if less than the task's own number."""
+    answers: bool = True
+    """Whether answers are generated for tasks whose metric needs them."""
+    free_tokens: int = 40
+    """Most tokens of a greedy answer that is given no beginning; 0 for no such answer."""
+
+    def __post_init__(self):
+        for name in ("block_size", "num_slots", "max_target"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} {getattr(self, name)}: give at least 1")
+        for name in ("floor", "free_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} {getattr(self, name)}: give at least 0")
+        for name in ("context_length", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value}: give at least 1")
+
+
+def bucket(size: int, least: int) -> int:
+    """The padded size of so many tokens: at most a quarter more, and few different ones."""
+    step = max(least, 2 ** max(0, size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: int = 0) -> int:
+    """Blocks that a sequence of `length` tokens may keep at a rate, over all its heads.
+
+    length · heads / (rate · block_size), rounded down, but at least a block per head and the
+    floor. No cap in whole blocks per head comes between: on short prompts it would change the rate.
+
+    Raises:
+        UserError: the rate is not a finite number of at least 1.
+    """
+    if not 1 <= rate < float("inf"):
+        raise UserError(f"rate {rate}: give a number of at least 1 (1 keeps everything)")
+    if rate == 1:
+        return NO_BUDGET
+    least = heads if floor == 0 else budget_blocks(floor, 1, heads, block_size)
+    return max(least, int(length * heads / (rate * block_size)))
+
+
+def slots_for(model: LoadedModel, length: int) -> int:
+    """Variants of a prompt of so many tokens to run side by side: 16 on a CPU.
+
+    Elsewhere as many as half of the free memory holds a third of the full cache of, 8 to 64.
+    """
+    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return 16
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    config, itemsize = model.config, jax.tree.leaves(model.params)[0].dtype.itemsize
+    heads = config.num_layers * config.num_kv_heads
+    sequence = length * heads * (2 * config.head_dim * itemsize + 8)
+    return max(8, min(64, int(free / 2 / (sequence / 3))))
