@@ -121,7 +121,7 @@ def add_row_options(
     what.add_argument(
         "--free-tokens",
         type=int,
-        default=40,
+        default=32,
         metavar="N",
         help="most tokens of the answer that is given no beginning; 0 for none (%(default)s)",
     )

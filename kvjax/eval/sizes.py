@@ -35,7 +35,7 @@ class EvaluatorConfig:
     """Most tokens of a generated answer, if less than the task's own number."""
     answers: bool = True
     """Whether answers are generated for tasks whose metric needs them."""
-    free_tokens: int = 40
+    free_tokens: int = 32
     """Most tokens of a greedy answer that is given no beginning; 0 for no such answer."""
 
     def __post_init__(self):

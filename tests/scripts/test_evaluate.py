@@ -71,7 +71,7 @@ def test_tasks_give_one_row_each_and_a_table(tiny, tmp_path):
         assert row["compressed_tokens"] < row["prompt_tokens"]
         assert isinstance(row["free_answer"], str)
         assert row["free"] in (0.0, 1.0)
-        assert row["settings"]["free_tokens"] == 40
+        assert row["settings"]["free_tokens"] == 32
     page = (tmp_path / "r.md").read_text()
     assert "## The full cache" in out
     assert "## Every line" in page
@@ -181,7 +181,7 @@ def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
     assert "block_size 16, and this run has 8" in err
     code, _, err = tiny("--prompts", prompts, "--free-tokens", 0)
     assert code == 2
-    assert "free_tokens 40, and this run has 0" in err
+    assert "free_tokens 32, and this run has 0" in err
     prompts.write_text(prompts.read_text().replace("one two", "two one"))
     code, _, err = tiny("--prompts", prompts)
     assert code == 2
