@@ -11,6 +11,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.eval.rows import Row, Skipped
+from kvjax.eval.scorers import needs_answer, score_answer, score_free
 from kvjax.eval.tasks import TASKS, Context, TaskOptions, expand_tasks, make_rows
 from kvjax.eval.tasks.longbench import METRICS, NO_CHAT
 from kvjax.models.tokenizer import ByteTokenizer
@@ -232,25 +233,57 @@ def test_xsum_rows_are_asked_for_a_summary_once(tmp_path):
         rows_of("xsum", xsum=tmp_path / "empty")
 
 
-def test_every_task_of_the_data_folder_makes_rows(data_dir):
-    """On the development data: all tasks, with answers that score 1 by their own metric."""
-    from kvjax.eval.scorers import needs_answer, score_answer
+OWN_DATA = Path(__file__).parents[1] / "data"
+"""A few rows of our own in the form of every data set."""
 
+
+def rows_of_all_data(data: Path, names=("needle", "continuation", "gsm8k", "xsum", "longbench")):
+    """Rows of every task that reads a data folder; each answer scores 1 by its own metric."""
     options: dict[str, Any] = {
-        "haystack": data_dir / "needle",
-        "texts": data_dir / "books",
-        **{name: data_dir / name for name in ("longbench", "gsm8k", "xsum")},
+        "haystack": data / "needle",
+        "texts": data / "books",
+        **{name: data / name for name in ("longbench", "gsm8k", "xsum")},
     }
-    seen = set()
-    for name in ("needle", "continuation", "gsm8k", "xsum", "longbench"):
+    made = []
+    for name in names:
         skipped = Skipped()
         for row in rows_of(name, skipped, rows=2, **options):
-            seen.add(row.task)
+            made.append(row)
+            truths = row.answers or (row.target,)
             if needs_answer(row.metric):
-                answer = (row.answers or (row.target,))[0]
-                truths = row.answers or (row.target,)
-                assert score_answer(row.metric, answer, truths, row.classes) > 0.99
+                assert score_answer(row.metric, truths[0], truths, row.classes) > 0.99
+            assert row.metric == "nll" or score_free(row.metric, truths[0], truths, row.classes)
         assert not skipped.reasons
+    seen = {row.task for row in made}
     assert {f"longbench/{name}" for name in METRICS} <= seen
-    assert set(NO_CHAT) <= set(METRICS)
     assert all(name.removesuffix("_e") in TASKS for name in seen)
+    return made
+
+
+def test_every_task_makes_rows_of_a_data_folder():
+    made = rows_of_all_data(OWN_DATA)
+    rows = {row.task: row for row in made}
+    assert set(NO_CHAT) <= set(METRICS)
+    assert {name for name in rows if name.endswith("_e")} == {
+        f"longbench/{name}_e" for name in ("qasper", "gov_report", "trec", "samsum")
+    }
+    assert len(made) == 2 + 2 + 2 + 1 + len(METRICS) + 4
+    assert set(rows["needle"].context.split()) & {"ferry", "orchard"}
+    assert rows["gsm8k"].metric == "gsm8k"
+    assert rows["xsum"].question
+    # What a data set says of its rows is what they ask for.
+    retrieval = rows["longbench/passage_retrieval_en"]
+    assert retrieval.context.startswith("Paragraph 1: The mill")
+    assert retrieval.question.endswith("It is about bread.\n\nThe answer is: ")
+    assert (retrieval.target, retrieval.max_new_tokens) == ("Paragraph 12", 32)
+    trec = rows["longbench/trec_e"]
+    assert trec.classes == ("Number", "Other place", "place")
+    assert (trec.metric, trec.stop) == ("classification", ("\n",))
+    code = rows["longbench/repobench-p"]
+    assert code.question.startswith("from shapes import Square")
+    assert code.target == "    return square.side ** 2"
+
+
+def test_every_task_of_the_development_data_makes_rows(data_dir):
+    """The same on data that are not part of the repository, where they are."""
+    rows_of_all_data(data_dir)
