@@ -5,12 +5,13 @@ of heads, RoPE base, tied embeddings, QKV biases) is adding one entry.
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvjax.checks import INT32_MAX, check_flag, check_number, check_whole, shown
 from kvjax.errors import UserError
+from kvjax.models.files import Fields
 
 # Architecture (as config.json names it) -> whether q, k and v carry a bias.
 _ARCHITECTURES = {
@@ -25,6 +26,19 @@ _MODEL_TYPES = {
 }
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
 
+# Far above any model there is, and low enough that no product of them overflows.
+_MOST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 24,
+    "intermediate_size": 1 << 24,
+    "num_layers": 100_000,
+    "num_heads": 1 << 16,
+    "num_kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": INT32_MAX,
+}
+_MOST_ORIGINAL = 1 << 53  # exact as the float64 it is used as
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -32,7 +46,7 @@ class RopeScaling:
 
     A frequency whose wavelength exceeds ``original / low_freq_factor`` tokens is divided by
     ``factor``; one below ``original / high_freq_factor`` is kept; between them the two are
-    blended linearly.
+    blended linearly. Raises UserError for values that no model can have.
     """
 
     factor: float
@@ -41,20 +55,20 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"rope scaling: {name} must be positive, got {value}")
+        check_number("rope scaling: factor", self.factor, 1)
+        for name in ("low_freq_factor", "high_freq_factor"):
+            check_number(f"rope scaling: {name}", getattr(self, name), 0, above=True)
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
+            raise UserError(
                 f"rope scaling: high_freq_factor ({self.high_freq_factor}) must exceed "
                 f"low_freq_factor ({self.low_freq_factor})"
             )
-        if self.original_max_position_embeddings < 1:
-            raise ValueError(
-                "rope scaling: original_max_position_embeddings must be positive, got "
-                f"{self.original_max_position_embeddings}"
-            )
+        check_whole(
+            "rope scaling: original_max_position_embeddings",
+            self.original_max_position_embeddings,
+            1,
+            _MOST_ORIGINAL,
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ class LlamaConfig:
     """Shape and constants of one decoder of the Llama family (hashable: a static argument).
 
     ``attention_bias`` means biases on q, k and v only, as Qwen2 has them. ``rope_scaling`` is
-    None for plain RoPE. Raises ValueError for values that no model can have.
+    None for plain RoPE. Raises UserError for values that no model can have.
     """
 
     name: str
@@ -81,30 +95,20 @@ class LlamaConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
-        for name in ("rope_theta", "rms_norm_eps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive, got {value}")
+        for name, most in _MOST.items():
+            check_whole(name, getattr(self, name), 1, most)
+        # Beyond these, frequencies are no float32.
+        check_number("rope_theta", self.rope_theta, 1, 1e30)
+        check_number("rms_norm_eps", self.rms_norm_eps, 0, 1, above=True)
+        for name in ("tie_word_embeddings", "attention_bias"):
+            check_flag(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"num_heads ({self.num_heads}) must be a multiple of "
                 f"num_kv_heads ({self.num_kv_heads})"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+            raise UserError(f"head_dim must be even for RoPE, got {self.head_dim}")
 
     @property
     def group_size(self) -> int:
@@ -144,108 +148,126 @@ class ModelEntry:
     gguf: EmbeddedGguf | None = None
 
 
-def _required(hf: Mapping[str, Any], key: str) -> Any:
-    value = hf.get(key)
-    if value is None:
-        raise UserError(f"config.json has no {key!r}: is this folder a Llama-family checkpoint?")
-    return value
+def _whole(fields: Fields, key: str) -> int:
+    fields.require(key)
+    return fields.whole(key, 0)
 
 
-def _architecture(hf: Mapping[str, Any]) -> str:
-    names = hf.get("architectures") or []
+def _number(fields: Fields, key: str) -> float:
+    fields.require(key)
+    return fields.number(key, 0.0)
+
+
+def _architecture(hf: Fields) -> str:
+    names = hf.get("architectures")
+    names = [] if names is None else names
+    if not isinstance(names, list):
+        raise UserError(f"{hf.label('architectures')} {shown(names)}: give a list of names")
     if not names:
-        model_type = hf.get("model_type")
-        names = [_MODEL_TYPES.get(str(model_type), str(model_type))]
+        model_type = str(hf.get("model_type"))
+        names = [_MODEL_TYPES.get(model_type, model_type)]
     for name in names:
-        if name in _ARCHITECTURES:
+        if isinstance(name, str) and name in _ARCHITECTURES:
             return name
+    given = shown(", ".join(map(str, names))).strip("'")
     raise UserError(
-        f"architecture {', '.join(map(str, names))} is not supported; "
+        f"{hf.where}: architecture {given} is not supported; "
         f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
     )
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(hf: Fields) -> tuple[float, RopeScaling | None]:
     """RoPE base and scaling, from ``rope_theta``/``rope_scaling`` or ``rope_parameters``."""
-    parameters = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or parameters
-    theta = float(hf.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
-    partial = hf.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0
+    parameters = hf.object("rope_parameters")
+    scaling = hf.object("rope_scaling")
+    scaling = scaling if scaling.values else parameters
+    theta = hf.number("rope_theta", parameters.number("rope_theta", 10_000.0))
+    partial = hf.number("partial_rotary_factor", parameters.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise UserError(f"partial_rotary_factor {partial} is not supported: only 1.0 is")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        raise UserError(
+            f"{hf.where}: partial_rotary_factor {partial} is not supported: only 1.0 is"
+        )
+    kind = scaling.text("rope_type") or scaling.text("type") or "default"
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise UserError(f"rope type {kind!r} is not supported; supported: default, llama3")
+        raise UserError(
+            f"{hf.where}: rope type {shown(kind)} is not supported; supported: default, llama3"
+        )
     return theta, RopeScaling(
-        factor=float(_required(scaling, "factor")),
-        low_freq_factor=float(_required(scaling, "low_freq_factor")),
-        high_freq_factor=float(_required(scaling, "high_freq_factor")),
-        original_max_position_embeddings=int(
-            _required(scaling, "original_max_position_embeddings")
-        ),
+        factor=_number(scaling, "factor"),
+        low_freq_factor=_number(scaling, "low_freq_factor"),
+        high_freq_factor=_number(scaling, "high_freq_factor"),
+        original_max_position_embeddings=_whole(scaling, "original_max_position_embeddings"),
     )
 
 
-def config_from_hf(hf: Mapping[str, Any], name: str = "") -> LlamaConfig:
+def config_from_hf(
+    hf: Mapping[str, Any], name: str = "", where: str = "config.json"
+) -> LlamaConfig:
     """Reads the contents of a Hugging Face ``config.json``.
 
     Args:
         hf: the parsed JSON object.
         name: what to call the model; ``_name_or_path`` of the file by default.
+        where: what messages call the file.
 
     Raises:
         UserError: the architecture or one of its features is not supported (sliding windows,
             other activations, other RoPE scalings, output or MLP biases), or a field is missing
             or impossible.
     """
+    fields = Fields(hf, where)
+    try:
+        return _config(fields, name)
+    except UserError as error:
+        if str(error).startswith(where):
+            raise
+        raise UserError(f"{where}: {error}") from None
+
+
+def _config(hf: Fields, name: str) -> LlamaConfig:
     architecture = _architecture(hf)
-    window = hf.get("sliding_window")
-    uses_window = architecture == "MistralForCausalLM" or hf.get("use_sliding_window", False)
+    window = hf.whole("sliding_window", least=0)
+    uses_window = architecture == "MistralForCausalLM" or hf.flag("use_sliding_window")
     if window is not None and uses_window:
         raise UserError(
             f"{architecture} with a sliding window of {window} tokens is not supported; "
             "use a checkpoint with full attention (Mistral v0.2 or later)"
         )
-    activation = hf.get("hidden_act", "silu")
+    activation = hf.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
-        raise UserError(f"hidden_act {activation!r} is not supported; supported: silu")
+        raise UserError(f"hidden_act {shown(activation)} is not supported; supported: silu")
     for key in ("attention_bias", "mlp_bias"):
         # In these architectures the flag would also put a bias on o_proj or the MLP.
-        if hf.get(key):
+        if hf.flag(key):
             raise UserError(f"{key} is not supported for {architecture}")
     theta, scaling = _rope(hf)
-    try:
-        hidden_size = int(_required(hf, "hidden_size"))
-        num_heads = int(_required(hf, "num_attention_heads"))
-        head_dim = hf.get("head_dim")
-        if head_dim is None:
-            if num_heads < 1 or hidden_size % num_heads:
-                raise ValueError(
-                    f"hidden_size ({hidden_size}) is no multiple of "
-                    f"num_attention_heads ({num_heads})"
-                )
-            head_dim = hidden_size // num_heads
-        return LlamaConfig(
-            name=name or str(hf.get("_name_or_path") or architecture),
-            vocab_size=int(_required(hf, "vocab_size")),
-            hidden_size=hidden_size,
-            intermediate_size=int(_required(hf, "intermediate_size")),
-            num_layers=int(_required(hf, "num_hidden_layers")),
-            num_heads=num_heads,
-            num_kv_heads=int(hf.get("num_key_value_heads") or num_heads),
-            head_dim=int(head_dim),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=int(hf.get("max_position_embeddings", 2048)),
-            # What the architectures assume when the file is silent.
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            attention_bias=_ARCHITECTURES[architecture],
-        )
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config.json: {error}") from None
+    hidden_size, num_heads = _whole(hf, "hidden_size"), _whole(hf, "num_attention_heads")
+    head_dim = hf.whole("head_dim")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise UserError(
+                f"hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads})"
+            )
+        head_dim = hidden_size // num_heads
+    return LlamaConfig(
+        name=name or hf.text("_name_or_path") or architecture,
+        vocab_size=_whole(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_whole(hf, "intermediate_size"),
+        num_layers=_whole(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=hf.whole("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=hf.whole("max_position_embeddings", 2048),
+        # What the architectures assume when the file is silent.
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
+        attention_bias=_ARCHITECTURES[architecture],
+    )
 
 
 _LLAMA2_7B = LlamaConfig(

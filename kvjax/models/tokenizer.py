@@ -18,7 +18,7 @@ from kvjax.errors import UserError
 from kvjax.models import vocabulary
 from kvjax.models.chat import ChatTemplate, Message
 from kvjax.models.streaming import StreamDecoder
-from kvjax.models.tokenizer_files import TokenizerParts, read_tokenizer
+from kvjax.models.tokenizer_files import TokenizerParts, library_errors, read_tokenizer
 
 _REPLACEMENT = "\ufffd".encode()
 
@@ -63,7 +63,8 @@ class Tokenizer:
         """
         parts = read_tokenizer(path)
         try:
-            return Tokenizer(parts)
+            with library_errors():
+                return Tokenizer(parts)
         except UserError as error:
             raise UserError(f"tokenizer {path}: {error}") from error
 
@@ -74,7 +75,8 @@ class Tokenizer:
           text: any text.
           add_bos: whether to start with `bos_id`, if there is one and `text` does not already.
 
-        Raises UserError for text that has no UTF-8 form (a lone surrogate).
+        Raises UserError for text that has no UTF-8 form (a lone surrogate), and where the
+        checkpoint's own rules fail.
         """
         try:
             text.encode()
@@ -166,14 +168,21 @@ class Tokenizer:
             ) from error
 
     def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # A tokenizer.json may load and yet have rules that fail on some text.
+        try:
+            with library_errors():
+                return self._backend.encode(text, add_special_tokens=False).ids
+        except UserError as error:
+            raise UserError(
+                f"the checkpoint's tokenizer cannot encode this text: {error}"
+            ) from None
 
     def _token_bytes(self, index: int, skip_special_tokens: bool = True) -> bytes:
         if skip_special_tokens and index in self.special_ids:
             return b""
         known = self._bytes.get(index)
         if known is None:
-            token = self._backend.id_to_token(index) if index >= 0 else None
+            token = self._backend.id_to_token(index) if 0 <= index < self.vocab_size else None
             if token is None:
                 known = b""
             elif self._sentencepiece:

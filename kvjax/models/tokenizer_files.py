@@ -3,17 +3,29 @@
 `read_tokenizer` finds out which of them a path is and returns the parts of a Tokenizer.
 """
 
-import json
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
+from kvjax.checks import check_text, shown
 from kvjax.errors import UserError
 from kvjax.models import vocabulary
+from kvjax.models.files import (
+    Fields,
+    find,
+    open_file,
+    read_bytes,
+    read_fields,
+    shown_error,
+    shown_path,
+)
 from kvjax.models.sentencepiece_file import parse_sentencepiece
 from kvjax.models.weights.gguf_header import read_gguf_header
 
@@ -29,6 +41,10 @@ _END_TOKENS = (
     "<end_of_turn>",
 )
 _LLAMA3_RANKS = 128_000
+# The largest published: 33 MB of tokenizer.json, 4 MB of tokenizer.model, 20 kB of template.
+_MAX_TOKENIZER_JSON = 256 << 20
+_MAX_TOKENIZER_MODEL = 16 << 20
+_MAX_TEMPLATE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,24 +69,42 @@ def read_tokenizer(path: str | os.PathLike[str]) -> TokenizerParts:
 
     Raises UserError, one line with the file's name, where there is none or it is malformed.
     """
+    if find(path, "tokenizer") is None:
+        raise UserError(f"cannot read tokenizer {shown_path(path)}: No such file or folder")
     source = Path(path)
     if source.is_dir():
         source = _tokenizer_file(source)
     try:
-        with open(source, "rb") as stream:
+        with library_errors(), open_file(source) as stream:
             start = stream.read(4)
-    except OSError as error:
-        raise UserError(f"cannot read tokenizer {source}: {error.strerror or error}") from error
-    try:
-        if start == b"GGUF":
-            return _read_gguf(source)
-        if start.lstrip()[:1] == b"{":
-            return _read_tokenizer_json(source)
-        return _read_tokenizer_model(source)
+            if start == b"GGUF":
+                return _read_gguf(source)
+            if start.lstrip()[:1] == b"{":
+                return _read_tokenizer_json(source)
+            return _read_tokenizer_model(source)
     except UserError as error:
         if str(source) in str(error):
             raise
         raise UserError(f"tokenizer {source}: {error}") from error
+
+
+@contextlib.contextmanager
+def library_errors() -> Iterator[None]:
+    """Turns whatever a damaged vocabulary makes the tokenizers library raise into one line.
+
+    It raises plain Exception for what it refuses, and where its Rust code panics, an exception
+    of its own that is none of Exception's.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"malformed: {shown_error(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"malformed: {shown_error(error)}") from error
 
 
 def _tokenizer_file(folder: Path) -> Path:
@@ -83,19 +117,12 @@ def _tokenizer_file(folder: Path) -> Path:
     return files[0]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no file."""
+def _read_json(path: Path) -> Fields:
+    """The object in a JSON file, an empty one where there is no file."""
     try:
-        value = json.loads(path.read_bytes())
+        return read_fields(path)
     except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
-    return value
+        return Fields({}, str(path))
 
 
 def _with_configs(
@@ -116,7 +143,7 @@ def _with_configs(
     special_tokens = {
         key: token
         for key in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (token := _token_text(config.get(key))) is not None
+        if (token := _token_text(config.get(key), config.label(key))) is not None
     }
 
     def index(key: str) -> int | None:
@@ -125,12 +152,11 @@ def _with_configs(
     if (bos := index("bos_token")) is None:
         bos = bos_id
     eos_ids = {index("eos_token"), eos_id}
-    for value in (generation.get("eos_token_id"), model.get("eos_token_id")):
-        eos_ids.update(value if isinstance(value, list) else [value])
-    if not generation:
+    for file in (generation, model):
+        eos_ids.update(file.whole_or_several("eos_token_id"))
+    if not generation.values:
         eos_ids |= _end_ids(backend)
-    if isinstance(config.get("add_bos_token"), bool):
-        adds_bos = config["add_bos_token"]
+    adds_bos = config.flag("add_bos_token", adds_bos)
     for key, token_id in (("bos_token", bos), ("eos_token", eos_id)):
         if token_id is not None and (token := backend.id_to_token(token_id)) is not None:
             special_tokens.setdefault(key, token)
@@ -138,36 +164,40 @@ def _with_configs(
         backend=backend,
         vocab_size=_vocab_size(backend),
         bos_id=bos,
-        eos_ids=frozenset(index for index in eos_ids if isinstance(index, int)),
+        eos_ids=frozenset(index for index in eos_ids if index is not None),
         adds_bos=adds_bos and bos is not None,
         chat_template=_chat_template(folder, config),
         special_tokens=special_tokens,
     )
 
 
-def _token_text(value: Any) -> str | None:
+def _token_text(value: Any, label: str) -> str | None:
     """A token in tokenizer_config.json is its text or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    return None if value is None else check_text(label, value, "the text of a token")
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, config: Fields) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.is_file():
+    if file.exists():
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_bytes(file, _MAX_TEMPLATE).decode()
+        except UnicodeDecodeError as error:
             raise UserError(f"cannot read {file}: {error}") from error
-    template = config.get("chat_template")
+    template, label = config.get("chat_template"), config.label("chat_template")
     if isinstance(template, list):  # several by name; "default" is the one for plain chat
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = [entry for entry in template if isinstance(entry, dict)]
+        chosen = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        template = chosen[-1] if chosen else None
+    return None if template is None else _checked_template(template, label)
+
+
+def _checked_template(template: Any, label: str) -> str:
+    """A template's source, which another program will compile."""
+    if len(check_text(label, template, "the source of a template")) > _MAX_TEMPLATE:
+        raise UserError(f"{label} has more than {_MAX_TEMPLATE} characters")
+    return template
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> dict[str, int]:
@@ -189,10 +219,7 @@ def _vocab_size(backend: tokenizers.Tokenizer) -> int:
 
 
 def _read_tokenizer_json(path: Path) -> TokenizerParts:
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for malformed files
-        raise UserError(f"malformed: {' '.join(str(error).split())}") from error
+    backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_TOKENIZER_JSON))
     backend.no_truncation()
     backend.no_padding()
     # What the file itself puts before an empty text is the beginning token, if it has one.
@@ -206,10 +233,7 @@ def _read_tokenizer_json(path: Path) -> TokenizerParts:
 
 
 def _read_tokenizer_model(path: Path) -> TokenizerParts:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    data = read_bytes(path, _MAX_TOKENIZER_MODEL)
     if _looks_like_tiktoken(data):
         return _read_tiktoken(data, path.parent)
     model = parse_sentencepiece(data)
@@ -232,12 +256,13 @@ def _looks_like_tiktoken(data: bytes) -> bool:
 
 def _read_tiktoken(data: bytes, folder: Path) -> TokenizerParts:
     ranked = vocabulary.tiktoken_ranks(data)
-    added = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
-    if isinstance(added, dict) and added:
-        try:
-            by_id = {int(index): _token_text(token) or "" for index, token in added.items()}
-        except ValueError as error:
-            raise UserError(f"added_tokens_decoder beside it: {error}") from error
+    added = _read_json(folder / "tokenizer_config.json").object("added_tokens_decoder")
+    if added.values:
+        by_id: dict[int, str] = {}
+        for index, token in added.values.items():
+            if not re.fullmatch(r"[0-9]{1,9}", index):
+                raise UserError(f"{added.where} has the key {shown(index)}: give token ids")
+            by_id[int(index)] = _token_text(token, added.label(index)) or ""
         special = [by_id.get(len(ranked) + index, "") for index in range(len(by_id))]
         if "" in special:
             raise UserError(f"added_tokens_decoder beside it does not follow {len(ranked)} ranks")
@@ -264,16 +289,16 @@ def _read_gguf(path: Path) -> TokenizerParts:
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise UserError("tokenizer.ggml.tokens is no list of strings")
     types = _numbers(metadata, prefix + "token_type", len(tokens))
-    types = [vocabulary.NORMAL] * len(tokens) if types is None else [int(kind) for kind in types]
+    types = [vocabulary.NORMAL] * len(tokens) if types is None else types.astype(int).tolist()
     ids = {
         name: _index(metadata, f"{prefix}{name}_token_id", len(tokens))
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
     }
     if model == "gpt2":
         name = metadata.get(prefix + "pre", "default")
-        if name not in vocabulary.PRE_TOKENIZERS:
+        if not isinstance(name, str) or name not in vocabulary.PRE_TOKENIZERS:
             raise UserError(
-                f"pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; supported:"
+                f"pre-tokenizer {shown(name)} (tokenizer.ggml.pre) is not supported; supported:"
                 f" {', '.join(vocabulary.PRE_TOKENIZERS)}"
             )
         pre_tokenizer = vocabulary.PRE_TOKENIZERS[name]
@@ -284,7 +309,7 @@ def _read_gguf(path: Path) -> TokenizerParts:
         scores = _numbers(metadata, prefix + "scores", len(tokens))
         if scores is None:
             raise UserError("tokenizer.ggml.scores is missing")
-        spaced = bool(metadata.get(prefix + "add_space_prefix", True))
+        spaced = _flag(metadata, prefix + "add_space_prefix", True)
         backend = vocabulary.sentencepiece_backend(
             [(token, float(score)) for token, score in zip(tokens, scores, strict=True)],
             types,
@@ -295,9 +320,10 @@ def _read_gguf(path: Path) -> TokenizerParts:
         ids = {"bos": 1, "eos": 2} | {key: index for key, index in ids.items() if index is not None}
     else:
         raise UserError(
-            f"vocabulary {model!r} (tokenizer.ggml.model) is not supported; supported: gpt2, llama"
+            f"vocabulary {shown(model)} (tokenizer.ggml.model) is not supported; "
+            "supported: gpt2, llama"
         )
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.get(key := "tokenizer.chat_template")
     keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ends = {ids.get(name) for name in ("eos", "eot", "eom")} | _end_ids(backend)
     return TokenizerParts(
@@ -305,21 +331,29 @@ def _read_gguf(path: Path) -> TokenizerParts:
         vocab_size=len(tokens),
         bos_id=ids.get("bos"),
         eos_ids=frozenset(index for index in ends if index is not None),
-        adds_bos=bool(metadata.get(prefix + "add_bos_token", adds_bos))
-        and ids.get("bos") is not None,
-        chat_template=template if isinstance(template, str) else None,
+        adds_bos=_flag(metadata, prefix + "add_bos_token", adds_bos) and ids.get("bos") is not None,
+        chat_template=None if template is None else _checked_template(template, key),
         special_tokens={
             key: tokens[index] for name, key in keys.items() if (index := ids.get(name)) is not None
         },
     )
 
 
-def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> Any:
-    """An array of `count` numbers in a GGUF's metadata; None where there is none."""
+def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> np.ndarray | None:
+    """An array of `count` finite numbers in a GGUF's metadata; None where there is none."""
     values = metadata.get(key)
-    if values is not None and (isinstance(values, str | int | float) or len(values) != count):
+    if values is None:
+        return None
+    if not isinstance(values, np.ndarray) or len(values) != count or not np.isfinite(values).all():
         raise UserError(f"{key} is no array of {count} numbers, one for each token")
     return values
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise UserError(f"{key} {shown(value)} is neither true nor false")
+    return value
 
 
 def _index(metadata: Mapping[str, Any], key: str, count: int) -> int | None:
@@ -328,7 +362,7 @@ def _index(metadata: Mapping[str, Any], key: str, count: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
-        raise UserError(f"{key} {value!r} is not among the {count} tokens")
+        raise UserError(f"{key} {shown(value)} is not among the {count} tokens")
     return value
 
 
@@ -340,6 +374,6 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     for rank, line in enumerate(lines):
         left, space, right = line.partition(" ") if isinstance(line, str) else ("", "", "")
         if not (left and space and right):
-            raise UserError(f"tokenizer.ggml.merges[{rank}] is not two tokens: {line!r}")
+            raise UserError(f"tokenizer.ggml.merges[{rank}] is not two tokens: {shown(line)}")
         merges.append((left, right))
     return merges

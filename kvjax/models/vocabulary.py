@@ -16,11 +16,13 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from kvjax.errors import UserError
+from kvjax.models.files import shown_error
 
 # Token types, numbered alike in SentencePiece models and in GGUF files.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 SPACE = "\u2581"  # how SentencePiece writes a space
+_LONGEST_PIECE = 512  # characters of a mergeable token; published ones have at most 256
 
 _LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -143,7 +145,7 @@ def byte_level_backend(
             vocabulary, list(merges), fuse_unk=False, ignore_merges=pre_tokenizer.ignore_merges
         )
     except Exception as error:
-        raise UserError(f"the vocabulary and its merges disagree: {error}") from error
+        raise UserError(f"the vocabulary and its merges disagree: {shown_error(error)}") from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizer.build()
     backend.decoder = decoders.ByteLevel()
@@ -151,9 +153,14 @@ def byte_level_backend(
 
 
 def _joins(pieces: Iterable[str]) -> Iterator[tuple[str, int, int, int]]:
-    """Every way to make a piece of two others: piece, length of the left part, ids of both."""
+    """Every way to make a piece of two others: piece, length of the left part, ids of both.
+
+    Raises UserError for a piece so long that trying all its cuts would not end.
+    """
     ids = {piece: index for index, piece in enumerate(pieces)}
     for piece in ids:
+        if len(piece) > _LONGEST_PIECE:
+            raise UserError(f"a token has {len(piece)} characters, more than {_LONGEST_PIECE}")
         for cut in range(1, len(piece)):
             left, right = ids.get(piece[:cut]), ids.get(piece[cut:])
             if left is not None and right is not None:
@@ -266,6 +273,8 @@ def tiktoken_ranks(text: bytes) -> list[bytes]:
             continue
         try:
             encoded, rank = line.split()
+            if len(rank) > 9:
+                raise ValueError
             tokens.append(base64.b64decode(encoded, validate=True))
             in_order = int(rank) == len(tokens) - 1
         except (ValueError, binascii.Error) as error:

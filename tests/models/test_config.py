@@ -162,14 +162,14 @@ def test_unknown_names_get_an_offer():
     ],
 )
 def test_impossible_configurations(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
+    with pytest.raises(UserError, match=next(iter(change))):
         dataclasses.replace(MODELS["smollm2-135m"].config, **change)
 
 
 def test_impossible_rope_scaling():
-    with pytest.raises(ValueError, match="factor"):
+    with pytest.raises(UserError, match="factor"):
         RopeScaling(factor=0.0)
-    with pytest.raises(ValueError, match="must exceed"):
+    with pytest.raises(UserError, match="must exceed"):
         RopeScaling(factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0)
 
 

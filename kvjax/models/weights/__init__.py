@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from kvjax.errors import UserError
 from kvjax.models.config import LlamaConfig
+from kvjax.models.files import find, shown_path
 from kvjax.models.hub import Progress
 from kvjax.models.weights.fill import ParamPath, fill_params
 from kvjax.models.weights.gguf import GGUFSource, config_from_gguf
@@ -69,6 +70,8 @@ def load_params(
     wanted = np.dtype(dtype)
     if wanted.name not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {wanted.name}")
+    if find(path) is None:
+        raise UserError(f"{shown_path(path)}: no such file or folder")
     folder = Path(path)
     if is_orbax(folder):
         found = _agreed(read_config(folder), config, folder)
@@ -110,8 +113,6 @@ def _open_source(path: Path, config: LlamaConfig | None) -> TensorSource:
         raise UserError(
             f"{path} holds no checkpoint: neither safetensors nor a GGUF file nor Orbax"
         )
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder")
     if path.suffix == ".safetensors":
         raise UserError(f"{path}: give the folder that holds it and its config.json")
     if path.suffix in (".bin", ".pt", ".pth"):

@@ -5,6 +5,7 @@ rotary pairs lie side by side; that is undone here. Qwen2 files keep the origina
 """
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.models.config import LlamaConfig, RopeScaling
+from kvjax.models.files import open_file
 from kvjax.models.layout import TensorSlot, undo_gguf_permutation
 from kvjax.models.rope import rope_frequencies
 from kvjax.models.weights.gguf_header import GGUFHeader, read_gguf_header
@@ -42,7 +45,7 @@ class GGUFSource:
         self.shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         self._tensors = header.tensors
         self._permuted = header.metadata["general.architecture"] == "llama"
-        self._file = open(self.path, "rb")  # noqa: SIM115 (open as long as the source)
+        self._file = open_file(self.path)
 
     def close(self) -> None:
         """Closes the file."""
@@ -111,7 +114,7 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
         raise UserError(
-            f"{path}: the GGUF architecture {architecture!r} is not supported; "
+            f"{path}: the GGUF architecture {shown(architecture)} is not supported; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
 
@@ -125,6 +128,8 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
             value = value[0].item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise UserError(f"{path}: {architecture}.{key} is not a number")
+        if not math.isfinite(value):
+            raise UserError(f"{path}: {architecture}.{key} is {value}")
         return value
 
     if get("expert_count", 0):
@@ -145,8 +150,9 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
                 "they have to be equal"
             )
     try:
+        name = values.get("general.name")
         config = LlamaConfig(
-            name=str(values.get("general.name") or path.stem),
+            name=name if isinstance(name, str) and name else path.stem,
             vocab_size=embedding.shape[0],
             hidden_size=hidden,
             intermediate_size=get("feed_forward_length"),
@@ -160,13 +166,13 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
             tie_word_embeddings="output.weight" not in header.tensors,
             attention_bias="blk.0.attn_q.bias" in header.tensors,
         )
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: its metadata describe no usable model: {error}") from error
+    except UserError as error:
+        raise UserError(f"{path}: its metadata describe no usable model: {error}") from None
     kind = values.get(f"{architecture}.rope.scaling.type", "linear")
     factor = get("rope.scaling.factor", get("rope.scale_linear", 1.0))
-    if kind != "none" and factor not in (0.0, 1.0):
+    if not (isinstance(kind, str) and kind == "none") and factor not in (0.0, 1.0):
         raise UserError(
-            f"{path}: rotary scaling {kind!r} by {factor} is not supported; "
+            f"{path}: rotary scaling {shown(kind)} by {factor} is not supported; "
             "supported: none, Llama 3.1's"
         )
     if _ROPE_FREQS not in header.tensors:
@@ -176,7 +182,8 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
 
 def _shortest(value: float) -> float:
     """A float32 of the file as the decimal it was written from: 1e-05, not 9.99999974e-06."""
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore"):  # an infinity is refused as such
+        return float(str(np.float32(value)))
 
 
 def _rope_scaling(header: GGUFHeader, config: LlamaConfig) -> RopeScaling | None:

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
+from kvjax.models.files import open_file
 
 # Metadata type -> struct code, which is NumPy's code as well.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
     """
     file = Path(path)
     try:
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             return _Parser(file, stream, size).parse()
     except OSError as error:
@@ -81,33 +84,33 @@ class _Parser:
         for _ in range(metadata_count):
             key = self.string()
             if key in metadata:
-                raise self.damaged(f"the metadata key {key!r} appears twice")
+                raise self.damaged(f"the metadata key {shown(key)} appears twice")
             metadata[key] = self.value(self.number("I"))
         metadata_end = self.position
         table = [self.tensor_entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise self.damaged(f"its alignment {alignment!r} is not a power of two")
+            raise self.damaged(f"its alignment {shown(alignment)} is not a power of two")
         start = -(-self.position // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         end = 0
         for name, shape, kind, offset in table:
             if name in tensors:
-                raise self.damaged(f"the tensor {name!r} appears twice")
+                raise self.damaged(f"the tensor {shown(name)} appears twice")
             # Every writer lays them one after the other; a gap is a flipped bit.
             if offset != -(-end // alignment) * alignment:
-                raise self.damaged(f"the tensor {name!r} does not follow the one before it")
+                raise self.damaged(f"the tensor {shown(name)} does not follow the one before it")
             tensors[name] = tensor = self.tensor(name, shape, kind, start + offset)
             end = offset + tensor.num_bytes
         return GGUFHeader(self.path, metadata, tensors, metadata_end, metadata_count)
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()
-        if not name.isprintable():
-            raise self.damaged(f"{name[:40]!r} is no name of a tensor")
+        if not name.isprintable() or len(name) > _MAX_NAME:
+            raise self.damaged(f"{shown(name)} is no name of a tensor")
         dimensions = self.number("I")
         if dimensions > _MAX_DIMENSIONS:
-            raise self.damaged(f"the tensor {name!r} has {dimensions} dimensions")
+            raise self.damaged(f"the tensor {shown(name)} has {dimensions} dimensions")
         sizes = struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions))
         return name, tuple(reversed(sizes)), self.number("I"), self.number("Q")
 
@@ -117,14 +120,14 @@ class _Parser:
         try:
             type_ = GGMLQuantizationType(kind)
         except ValueError:
-            raise self.damaged(f"the tensor {name!r} has the unknown type {kind}") from None
+            raise self.damaged(f"the tensor {shown(name)} has the unknown type {kind}") from None
         block, block_bytes = GGML_QUANT_SIZES[type_]
         elements = 1
         for size in shape:
             elements *= size
         if shape and shape[-1] % block:
             raise self.damaged(
-                f"rows of the tensor {name!r} have {shape[-1]} elements, "
+                f"rows of the tensor {shown(name)} have {shape[-1]} elements, "
                 f"not a multiple of {type_.name}'s block of {block}"
             )
         num_bytes = elements // block * block_bytes

@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.models.config import LlamaConfig, config_from_hf
 from kvjax.models.hub import Progress
 from kvjax.models.weights import fill
 from kvjax.models.weights.fill import ParamPath
-from kvjax.models.weights.safetensors import read_json
+from kvjax.models.weights.safetensors import read_part
 from kvjax.models.weights.source import all_finite
 
 PARAMS = "params"
@@ -82,9 +83,9 @@ def load_orbax(
 
 def read_config(folder: Path) -> LlamaConfig:
     """The configuration of an Orbax checkpoint."""
-    if not (folder / CONFIG).is_file():
+    if not (folder / CONFIG).exists():
         raise UserError(f"{folder} has no {CONFIG}: it is no whole checkpoint; convert it again")
-    return config_from_hf(read_json(folder / CONFIG))
+    return config_from_hf(read_part(folder / CONFIG).values, where=str(folder / CONFIG))
 
 
 def file_sizes(params: Path) -> dict[str, int]:
@@ -96,13 +97,16 @@ def file_sizes(params: Path) -> dict[str, int]:
 def _check_files(folder: Path) -> None:
     """Compares the sizes of all files: Orbax tells of a truncated one in hundreds of lines."""
     sizes = file_sizes(folder / PARAMS)
-    for name, expected in read_json(folder / FILES).items():
+    for name, expected in read_part(folder / FILES).values.items():
+        shown_name = name if name.isprintable() else shown(name)
         if name not in sizes:
-            raise UserError(f"{folder / PARAMS / name} is missing; convert the checkpoint again")
+            raise UserError(
+                f"{folder / PARAMS / shown_name} is missing; convert the checkpoint again"
+            )
         if sizes[name] != expected:
             raise UserError(
-                f"{folder / PARAMS / name} is truncated or damaged: it has {sizes[name]} of "
-                f"{expected} bytes; convert the checkpoint again"
+                f"{folder / PARAMS / shown_name} is truncated or damaged: it has {sizes[name]} of "
+                f"{shown(expected)} bytes; convert the checkpoint again"
             )
 
 
@@ -112,8 +116,6 @@ def _check_metadata(
     """What is to be stored, by path, after comparing it with what is."""
     from orbax.checkpoint import v1 as ocp
 
-    if config.num_layers > 100_000:
-        raise UserError(f"{folder}: its configuration has {config.num_layers} layers")
     wanted: dict[ParamPath, jax.ShapeDtypeStruct] = {
         path: jax.ShapeDtypeStruct(leaf.shape, dtype)
         for path, leaf in fill.abstract_leaves(config, dtype, stacked=False).items()

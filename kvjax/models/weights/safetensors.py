@@ -5,18 +5,26 @@ no file is ever mapped or held as a whole. Format: eight bytes with the length o
 the header (name -> dtype, shape, [begin, end) in the data), the data.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.models.config import LlamaConfig, config_from_hf
+from kvjax.models.files import (
+    MAX_JSON_BYTES,
+    Fields,
+    open_file,
+    parse_json,
+    read_fields,
+    shown_error,
+)
 from kvjax.models.layout import TensorSlot
 from kvjax.models.weights.source import read_exactly
 
@@ -27,8 +35,7 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _INDEX = "model.safetensors.index.json"
-# The limit that the format's own library has.
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,11 @@ class SafetensorsSource:
     def _add(self, path: Path) -> None:
         """Parses the header of one file and adds its tensors."""
         try:
-            file = open(path, "rb")  # noqa: SIM115 (open as long as the source)
+            file = open_file(path)
         except FileNotFoundError:
             raise UserError(
                 f"the shard {path.name} is missing in {path.parent}; get it again"
             ) from None
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         self._files.append(file)
         size = os.fstat(file.fileno()).st_size
         for name, (dtype, shape, begin, end) in _parse_header(path, file, size).items():
@@ -106,38 +111,36 @@ class SafetensorsSource:
 def read_hf_config(folder: Path, fallback: LlamaConfig | None = None) -> LlamaConfig:
     """The configuration in `folder`/config.json; `fallback` if there is no such file."""
     path = folder / "config.json"
-    if not path.is_file() and fallback is not None:
+    if not path.exists() and fallback is not None:
         return fallback
-    return config_from_hf(read_json(path), name=folder.name)
+    return config_from_hf(read_part(path).values, folder.name, str(path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`; UserError if it is missing or something else."""
+def read_part(path: Path) -> Fields:
+    """The JSON object in the file `path`, without which a checkpoint is not whole.
+
+    Raises:
+        UserError: it is missing, or something else.
+    """
     try:
-        value = json.loads(path.read_bytes())
+        return read_fields(path)
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}: it is not a whole checkpoint") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return value
 
 
 def _shards(folder: Path) -> list[Path]:
     """The files that hold the checkpoint's tensors."""
     index = folder / _INDEX
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+    if index.exists():
+        weight_map = read_part(index).object("weight_map").values
+        if not weight_map:
             raise UserError(f"{index} has no weight_map")
-        names = sorted({str(name) for name in weight_map.values()})
-        for name in names:
-            if Path(name).name != name:
-                raise UserError(f"{index} names {name!r}, which is not a file of its folder")
-        return [folder / name for name in names]
+        for name in weight_map.values():
+            # Its own folder's: no path, and nothing that no file can be called.
+            plain = isinstance(name, str) and name.isprintable() and len(name) < 256
+            if not (plain and Path(name).name == name):
+                raise UserError(f"{index} names {shown(name)}, which is not a file of its folder")
+        return [folder / name for name in sorted(set(weight_map.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
@@ -155,30 +158,34 @@ def _parse_header(
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """dtype, shape, and first and last byte in the file, by name."""
     length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+    if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
         raise UserError(
             f"{path} is truncated or no safetensors file: its header would take {length} bytes "
             f"of {size}; get the file again"
         )
+    header = parse_json(file.read(length), f"{path} has a damaged safetensors header: it")
     entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     try:
-        for name, entry in json.loads(file.read(length)).items():
+        for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-            begin, end = (int(n) for n in entry["data_offsets"])
-            wrong = begin < 0 or end < begin or any(n < 0 for n in shape) or not name.isprintable()
-            if dtype in _DTYPES:
-                wrong |= end - begin != math.prod(shape) * _DTYPES[dtype].itemsize
-            if wrong:
-                raise ValueError(f"the entry of {name!r} contradicts itself")
+            dtype, shape = str(entry["dtype"]), tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            wrong = not name.isprintable() or not dtype.isprintable() or len(dtype) > 16
+            wrong |= len(shape) > _MAX_DIMENSIONS
+            # A bool is an int to Python, a float never is: 1e3, NaN and Infinity are refused.
+            wrong |= any(type(n) is not int or n < 0 for n in (*shape, begin, end))
+            if not wrong and dtype in _DTYPES:
+                wrong = end - begin != math.prod(shape) * _DTYPES[dtype].itemsize
+            if wrong or end < begin:
+                raise ValueError(f"the entry of {shown(name)} contradicts itself")
             entries[name] = dtype, shape, 8 + length + begin, 8 + length + end
         # The format allows neither gaps nor overlaps: they are flipped bits.
         position = 8 + length
         for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
             if begin != position:
-                raise ValueError(f"the tensor {name!r} does not follow the one before it")
+                raise ValueError(f"the tensor {shown(name)} does not follow the one before it")
             position = end
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} has a damaged safetensors header: {error}") from None
+        raise UserError(f"{path} has a damaged safetensors header: {shown_error(error)}") from None
     return entries
