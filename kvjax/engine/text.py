@@ -19,10 +19,12 @@ class StopStrings:
         if self.found:
             return ""
         self._held += text
-        at = [self._held.find(stop) for stop in self._stop]
-        if any(i >= 0 for i in at):
+        found = [(i + len(s), i) for s in self._stop if (i := self._held.find(s)) >= 0]
+        if found:
+            # The first to be complete, of several that end there the longest: however the text
+            # is cut into pieces, it ends at the same place.
             self.found = True
-            return self._held[: min(i for i in at if i >= 0)]
+            return self._held[: min(found)[1]]
         hold = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), hold, -1):

@@ -1,4 +1,4 @@
-"""Sampling: each setting against the definition, and independence of the batch."""
+"""Sampling: each setting against the definition in NumPy, and independence of the batch."""
 
 import dataclasses
 
@@ -13,10 +13,30 @@ from kvjax.errors import UserError
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)) * 2, jnp.float32)
 
 
+def wanted(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """The probability of each token, one setting after the other as they are defined."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = sorted(range(len(p)), key=lambda token: -p[token])
+    kept, reached = set(), 0.0
+    for rank, token in enumerate(order):
+        enough = reached >= top_p or (top_k and rank >= top_k) or p[token] < min_p * p[order[0]]
+        if rank == 0 or not enough:
+            kept.add(token)
+        reached += p[token]
+    p = np.array([p[token] if token in kept else 0.0 for token in range(len(p))])
+    return p / p.sum()
+
+
+@jax.jit
+def _draws(state, positions):
+    return jax.vmap(lambda at: sample(LOGITS, state, at[None])[0])(positions)
+
+
 def draws(params: SamplingParams, count: int = 4000) -> np.ndarray:
     state = jax.tree.map(jnp.asarray, sampling_row(params))
-    step = jax.jit(jax.vmap(lambda at: sample(LOGITS, state, at[None])[0]))
-    return np.asarray(step(jnp.arange(count, dtype=jnp.int32)))
+    return np.asarray(_draws(state, jnp.arange(count, dtype=jnp.int32)))
 
 
 def test_greedy_takes_the_first_of_the_likeliest():
@@ -24,9 +44,35 @@ def test_greedy_takes_the_first_of_the_likeliest():
     assert int(sample(scores, init_sampling(1), jnp.zeros(1, jnp.int32))[0]) == 1
 
 
-def test_temperature_follows_the_softmax():
-    seen = np.bincount(draws(SamplingParams(temperature=1.0), 20000), minlength=50) / 20000
-    np.testing.assert_allclose(seen, jax.nn.softmax(LOGITS[0]), atol=0.012)
+FILTERS = [
+    {},
+    {"top_k": 6},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"top_k": 12, "top_p": 0.8},
+    {"top_p": 0.9, "min_p": 0.05},
+    {"top_k": 9, "top_p": 0.95, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_tokens_are_drawn_as_often_as_they_should_be(temperature, filters):
+    """Filters look at the probabilities that the temperature leaves."""
+    count = 4000
+    p = wanted(LOGITS[0], temperature, **filters)
+    drawn = draws(SamplingParams(temperature=temperature, seed=3, **filters), count)
+    seen = np.bincount(drawn, minlength=len(p)) / count
+    assert set(np.flatnonzero(seen)) <= set(np.flatnonzero(p))
+    # Five standard deviations, and a draw or two where next to none are due.
+    assert (np.abs(seen - p) <= 5 * np.sqrt(p * (1 - p) / count) + 2 / count).all()
+
+
+def test_each_filter_changes_with_the_temperature():
+    """The test above would see a filter that ignores it."""
+    for filters in FILTERS[2:]:
+        sizes = [(wanted(LOGITS[0], t, **filters) > 0).sum() for t in (0.4, 1.0, 2.5)]
+        assert len(set(sizes)) > 1
 
 
 def test_top_k_top_p_and_min_p_keep_the_right_tokens():
@@ -37,6 +83,8 @@ def test_top_k_top_p_and_min_p_keep_the_right_tokens():
     count = int(np.searchsorted(np.cumsum(probability[order]), 0.6)) + 1
     assert set(draws(SamplingParams(temperature=1, top_p=0.6))) == set(order[:count])
     assert set(draws(SamplingParams(temperature=1, top_p=1e-6))) == {order[0]}
+    # Zero as a float32.
+    assert set(draws(SamplingParams(temperature=1, top_p=1e-60))) == {order[0]}
     wanted = set(np.flatnonzero(probability >= 0.3 * probability.max()))
     assert set(draws(SamplingParams(temperature=1, min_p=0.3))) == wanted
 
@@ -65,9 +113,13 @@ def test_a_draw_depends_on_seed_and_position_alone():
     others = SamplingParams(temperature=2.0, top_k=3), SamplingParams()
     rows = [sampling_row(p) for p in (others[0], params, others[1])]
     batch = jax.tree.map(lambda *x: jnp.concatenate(x), *rows)
+    filtered, greedy = draws(others[0], 16), int(jnp.argmax(LOGITS[0]))
+    assert len(set(filtered)) > 1
+    step = jax.jit(sample)
     for at in range(16):
-        position = jnp.asarray([3, at, 9], jnp.int32)
-        assert int(sample(jnp.repeat(LOGITS, 3, 0), batch, position)[1]) == alone[at]
+        position = jnp.asarray([15 - at, at, 9], jnp.int32)
+        got = step(jnp.repeat(LOGITS, 3, 0), batch, position).tolist()
+        assert got == [filtered[15 - at], alone[at], greedy]
     assert (draws(dataclasses.replace(params, seed=8), 16) != alone).any()
 
 
