@@ -144,3 +144,10 @@ def test_the_page_holds_every_line():
     assert page.startswith("# Title\n\n- a note\n")
     assert "| needle | prompt | a | 4 | 4 | 50.0 [" in page
     assert "66.7 [" in page
+    # First the scores themselves, the full cache's beside them.
+    scores = page.partition("## Score × 100 (`prompt`)")[2].split("##")[0].split("\n")
+    assert scores[2:] == [
+        *("| method | 4× |", "| --- | --- |"),
+        *("| full | 75.0 |", "| a | 50.0 |", "| b | 0.0 |", ""),
+        "",
+    ]
