@@ -1,21 +1,22 @@
-"""Tiny checkpoints for the tests of weights: random tensors, and files of every format."""
+"""Tiny checkpoints for the tests of weights: random tensors, and files of every format.
+
+Names, shapes and places are written down here once more, from published checkpoints and from the
+table in kvjax/models/llama.py, so that a loader's own table is not compared with itself.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import gguf
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
 
 from kvjax.models.config import LlamaConfig
-from kvjax.models.layout import tensor_slots
-from kvjax.models.llama import abstract_params
-from kvjax.models.weights.orbax_save import config_to_hf
 
-# Rows of 256 elements: the block of the K quantisations.
+# Rows of 256 elements: the block of the K quantisations. No value is one that a file's reader
+# would take where the file says nothing.
 CONFIG = LlamaConfig(
     name="tiny",
     vocab_size=40,
@@ -25,31 +26,132 @@ CONFIG = LlamaConfig(
     num_heads=8,
     num_kv_heads=2,
     head_dim=32,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-5,
+    rope_theta=20_000.0,
+    rms_norm_eps=3e-5,
     max_position_embeddings=64,
 )
+
+
+# A layer's tensors in a Hugging Face checkpoint -> what llama.cpp calls them.
+LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+OTHER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp calls a tensor of a Hugging Face checkpoint."""
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
+    layer, _, short = name.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{LAYER_NAMES[short]}"
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint's tensors, matrices [out, in], by Hugging Face names."""
+    dim, ffn = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, dim)}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        shapes[layer + "input_layernorm.weight"] = (dim,)
+        for letter, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{layer}self_attn.{letter}_proj.weight"] = (rows, dim)
+            if config.attention_bias:
+                shapes[f"{layer}self_attn.{letter}_proj.bias"] = (rows,)
+        shapes[layer + "self_attn.o_proj.weight"] = (dim, q)
+        shapes[layer + "post_attention_layernorm.weight"] = (dim,)
+        shapes[layer + "mlp.gate_proj.weight"] = (ffn, dim)
+        shapes[layer + "mlp.up_proj.weight"] = (ffn, dim)
+        shapes[layer + "mlp.down_proj.weight"] = (dim, ffn)
+    shapes["model.norm.weight"] = (dim,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, dim)
+    return shapes
 
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random float32 tensors of a checkpoint, by Hugging Face names."""
     rng = np.random.default_rng(seed)
     return {
-        slot.hf_name: rng.standard_normal(slot.file_shape).astype(np.float32)
-        for slot in tensor_slots(config)
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in tensor_shapes(config).items()
+    }
+
+
+def config_json(config: LlamaConfig) -> dict[str, Any]:
+    """A config.json as transformers writes it."""
+    kind = "qwen2" if config.attention_bias else "llama"
+    assert config.rope_scaling is None
+    return {
+        "architectures": ["Qwen2ForCausalLM" if config.attention_bias else "LlamaForCausalLM"],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
     }
 
 
 def expected_params(config: LlamaConfig, tensors: dict[str, Any]) -> dict[Any, np.ndarray]:
-    """The stacked parameters that `tensors` stand for."""
-    flat: dict[Any, np.ndarray] = {
-        path: np.full(leaf.shape, np.nan, np.float32)
-        for path, leaf in nnx.to_flat_state(abstract_params(config, jnp.float32))
-    }
-    for slot in tensor_slots(config):
-        part = flat[slot.param] if slot.layer is None else flat[slot.param][slot.layer]
-        part[slot.index] = slot.arrange(tensors[slot.hf_name])
-    return flat
+    """The stacked parameters that `tensors` stand for, as the table in llama.py describes them."""
+    dim, d, kv = config.hidden_size, config.head_dim, config.num_kv_heads
+    r = config.num_heads // kv
+
+    def grouped(layer: str, part: str) -> np.ndarray:
+        """q, k and v beside each other in each KV head: [H, r + 2, d, ...]."""
+        q, k, v = (tensors[f"{layer}self_attn.{letter}_proj.{part}"] for letter in "qkv")
+        inner = q.shape[1:]
+        heads = [x.reshape(kv, -1, d, *inner) for x in (q, k, v)]
+        assert [x.shape[1] for x in heads] == [r, 1, 1]
+        return np.concatenate(heads, axis=1)
+
+    layers: dict[str, list[np.ndarray]] = {}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        parts = {
+            "attn_norm": tensors[layer + "input_layernorm.weight"],
+            "qkv": np.moveaxis(grouped(layer, "weight"), -1, 0),
+            "out": tensors[layer + "self_attn.o_proj.weight"].T.reshape(kv, r, d, dim),
+            "mlp_norm": tensors[layer + "post_attention_layernorm.weight"],
+            "gate_up": np.stack(
+                [tensors[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up")], axis=1
+            ),
+            "down": tensors[layer + "mlp.down_proj.weight"].T,
+        }
+        if config.attention_bias:
+            parts["qkv_bias"] = grouped(layer, "bias")
+        for name, value in parts.items():
+            layers.setdefault(name, []).append(value)
+    flat: dict[Any, np.ndarray] = {("layers", name): np.stack(x) for name, x in layers.items()}
+    flat[("embed",)] = tensors["model.embed_tokens.weight"]
+    flat[("final_norm",)] = tensors["model.norm.weight"]
+    if not config.tie_word_embeddings:
+        flat[("lm_head",)] = tensors["lm_head.weight"].T
+    return {path: np.asarray(value, np.float32) for path, value in flat.items()}
 
 
 def assert_params(params: nnx.State, expected: dict[Any, np.ndarray]) -> None:
@@ -95,17 +197,19 @@ def write_gguf(
             writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)
-    for slot in tensor_slots(config):
-        if slot.hf_name not in tensors:
+    rotated = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    for name in tensor_shapes(config):
+        if name not in tensors:
             continue
-        value = tensors[slot.hf_name]
+        value = tensors[name]
         type_name = None
         if isinstance(value, tuple):
             type_name, value = value
-        if architecture == "llama" and slot.rope_heads:
-            value = interleave(value, slot.rope_heads)
+        heads = rotated.get(name.split(".")[-2])
+        if architecture == "llama" and heads:
+            value = interleave(value, heads)
         type_ = None if type_name is None else gguf.GGMLQuantizationType[type_name]
-        writer.add_tensor(slot.gguf_name, value, raw_dtype=type_)
+        writer.add_tensor(gguf_name(name), value, raw_dtype=type_)
     for name, value in (extra or {}).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()
@@ -120,7 +224,7 @@ def write_folder(
 ) -> Path:
     """Writes `tensors` as a Hugging Face checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
+    (folder / "config.json").write_text(json.dumps(config_json(config)))
     if shards == 1:
         safetensors.numpy.save_file(tensors, folder / "model.safetensors")
         return folder

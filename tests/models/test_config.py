@@ -81,6 +81,53 @@ PUBLISHED_MILLIONS = {
 }
 
 
+# Of the published config.json files: layers, hidden, intermediate, heads, KV heads, head
+# dimension, vocabulary; RoPE base and scaling factor, epsilon, context, tied, biased.
+PUBLISHED = {
+    "llama2-7b": (32, 4096, 11008, 32, 32, 128, 32000, 1e4, None, 1e-5, 4096, False, False),
+    "llama2-13b": (40, 5120, 13824, 40, 40, 128, 32000, 1e4, None, 1e-5, 4096, False, False),
+    "llama3-8b": (32, 4096, 14336, 32, 8, 128, 128256, 5e5, None, 1e-5, 8192, False, False),
+    "llama3-70b": (80, 8192, 28672, 64, 8, 128, 128256, 5e5, None, 1e-5, 8192, False, False),
+    "llama3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256, 5e5, 8.0, 1e-5, 131072, False, False),
+    "llama3.1-70b": (80, 8192, 28672, 64, 8, 128, 128256, 5e5, 8.0, 1e-5, 131072, False, False),
+    "llama3.2-1b": (16, 2048, 8192, 32, 8, 64, 128256, 5e5, 32.0, 1e-5, 131072, True, False),
+    "llama3.2-3b": (28, 3072, 8192, 24, 8, 128, 128256, 5e5, 32.0, 1e-5, 131072, True, False),
+    "mistral-7b-v0.2": (32, 4096, 14336, 32, 8, 128, 32000, 1e6, None, 1e-5, 32768, False, False),
+    "mistral-7b-v0.3": (32, 4096, 14336, 32, 8, 128, 32768, 1e6, None, 1e-5, 32768, False, False),
+    "smollm2-135m": (30, 576, 1536, 9, 3, 64, 49152, 1e5, None, 1e-5, 8192, True, False),
+    "smollm2-360m": (32, 960, 2560, 15, 5, 64, 49152, 1e5, None, 1e-5, 8192, True, False),
+    "smollm2-1.7b": (24, 2048, 8192, 32, 32, 64, 49152, 1.3e5, None, 1e-5, 8192, True, False),
+    "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, 151936, 1e6, None, 1e-6, 32768, True, True),
+    "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, 151936, 1e6, None, 1e-6, 32768, True, True),
+    "qwen2.5-7b": (28, 3584, 18944, 28, 4, 128, 152064, 1e6, None, 1e-6, 32768, False, True),
+}
+
+
+def test_table_has_the_published_configurations():
+    assert MODELS.keys() == PUBLISHED.keys()
+    for name, published in PUBLISHED.items():
+        config = MODELS[name].config
+        scaling = config.rope_scaling
+        assert (
+            config.num_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.vocab_size,
+            config.rope_theta,
+            None if scaling is None else scaling.factor,
+            config.rms_norm_eps,
+            config.max_position_embeddings,
+            config.tie_word_embeddings,
+            config.attention_bias,
+        ) == published, name
+        if scaling is not None:
+            assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)
+            assert scaling.original_max_position_embeddings == 8192
+
+
 def test_table_has_the_published_sizes():
     assert {n: round(e.config.num_params / 1e6) for n, e in MODELS.items()} == PUBLISHED_MILLIONS
 
@@ -109,6 +156,10 @@ def test_defaults_of_sparse_config_json():
     config = config_from_hf(hf)
     assert (config.num_kv_heads, config.head_dim, config.rope_scaling) == (32, 128, None)
     assert config.name == "LlamaForCausalLM"
+    unsaid = ("rope_theta", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    config = config_from_hf({key: value for key, value in hf.items() if key not in unsaid})
+    assert (config.rope_theta, config.rms_norm_eps) == (10_000.0, 1e-6)
+    assert (config.max_position_embeddings, config.tie_word_embeddings) == (2048, False)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tokenizer files: configurations beside them, and malformed ones refused in one line."""
 
 import base64
+import io
 import json
 
 import pytest
@@ -155,8 +156,21 @@ def test_tiktoken_ranks(tmp_path):
     assert "100 tiktoken ranks" in _refusal(file)
 
 
-def test_sentencepiece_files(data_dir, tmp_path):
-    whole = (data_dir / "tokenizers/mistral/v1_mistral-7b-v0.1-v0.2.model").read_bytes()
+def test_sentencepiece_files(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["Hello, the cat sat on the mat", "a dog ate the cat"] * 20),
+        model_writer=out,
+        vocab_size=300,
+        model_type="bpe",
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    whole = out.getvalue()
     file = tmp_path / "tokenizer.model"
     for size in (5, 1000, len(whole) // 2, len(whole) - 3):
         file.write_bytes(whole[:size])

@@ -16,8 +16,9 @@ from flax import nnx
 from kvjax.errors import UserError
 from kvjax.models.config import RopeScaling, get_model_entry
 from kvjax.models.llama import abstract_params
+from kvjax.models.rope import rope_frequencies
 from kvjax.models.weights import config_from_gguf, load_params
-from kvjax.models.weights.gguf import SUPPORTED_TYPES, dequantize, rope_factors
+from kvjax.models.weights.gguf import SUPPORTED_TYPES, dequantize
 from kvjax.models.weights.gguf_header import read_gguf_header
 from tests.models.checkpoints import (
     CONFIG,
@@ -26,6 +27,7 @@ from tests.models.checkpoints import (
     random_tensors,
     write_gguf,
 )
+from tests.oracle import llama as oracle
 
 QUANTISED = [name for name in SUPPORTED_TYPES if name not in ("F32", "F16", "BF16")]
 
@@ -153,7 +155,11 @@ def test_rope_scaling_comes_back(
         rope_theta=500_000.0,
         rope_scaling=scaling,
     )
-    factors = rope_factors(config).astype(np.float32)
+    hf: dict[str, Any] = {"head_dim": head_dim, "rope_theta": 500_000.0}
+    plain = oracle.rope_frequencies(hf)
+    if scaling is not None:
+        hf["rope_scaling"] = dataclasses.asdict(scaling)
+    factors = (plain / oracle.rope_frequencies(hf)).astype(np.float32)
     path = write_gguf(
         tmp_path / "scaled.gguf",
         config,
@@ -163,7 +169,7 @@ def test_rope_scaling_comes_back(
     )
     found, _ = load_params(path)
     assert found.rope_theta == 500_000.0
-    np.testing.assert_allclose(rope_factors(found), factors, rtol=1e-4)
+    np.testing.assert_allclose(rope_frequencies(found), plain / factors, rtol=1e-4)
     if scaling in (None, RopeScaling(8.0), RopeScaling(32.0)):
         assert found.rope_scaling == scaling
 
@@ -192,9 +198,13 @@ def test_header_matches_the_gguf_package(tmp_path: Path) -> None:
 
 def test_real_model(smollm2_path: Path) -> None:
     """SmolLM2: its metadata give the named configuration, its weights the gguf package's."""
+    config, params = load_params(smollm2_path)
+    assert dataclasses.astuple(config) == (
+        *("Smollm2 135M 8k Lc100K Mix1 Ep2", 49152, 576, 1536, 30, 9, 3, 64),
+        *(100_000.0, None, 1e-5, 8192, True, False),
+    )
     entry = get_model_entry("smollm2-135m")
-    config, params = load_params(smollm2_path, entry.config)
-    assert config == entry.config
+    assert dataclasses.replace(config, name=entry.config.name) == entry.config
     tensors, raw = read_gguf_header(smollm2_path).tensors, smollm2_path.read_bytes()
     loaded = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
 

@@ -34,6 +34,21 @@ def _any_unicode(random_: random.Random) -> str:
     return "".join(chr(p) for p in points if unicodedata.category(chr(p)) not in ("Cs", "Cn"))
 
 
+def own_texts(count: int = 400, seed: int = 1) -> list[str]:
+    """`count` different strings: this project's prose, tables and code, and generated Unicode."""
+    root = Path(__file__).resolve().parents[2]
+    files = [root / "README.md", *sorted((root / "docs").glob("*.md")), Path(__file__)]
+    random_ = random.Random(seed)
+    strings = dict.fromkeys(_FRAGMENTS)
+    for file in files:
+        strings.update(dict.fromkeys(_pieces(random_, file.read_text(), count // 20)))
+    while len(strings) < count:
+        make = random_.choice([_generated, _generated, _any_unicode])
+        strings[make(random_)] = None
+        strings.pop("", None)
+    return list(strings)[:count]
+
+
 def varied_texts(data_dir: Path, count: int = 1000, seed: int = 0) -> list[str]:
     """`count` different strings: books, wiki text, mathematics, code, tables, generated Unicode."""
 
