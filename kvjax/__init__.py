@@ -1,15 +1,20 @@
 """kvjax: KV-cache compression on JAX, with a paged cache per (sequence, layer, KV head)."""
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+# Quiet until whoever uses the library asks for its records.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from kvjax.cache import CompressionConfig, PagedCache
     from kvjax.engine import (
         LLM,
         EngineConfig,
+        RateWarning,
         RequestOutput,
         SamplingParams,
     )
@@ -21,6 +26,7 @@ _HOMES = {
     "CompressionConfig": "kvjax.cache",
     "EngineConfig": "kvjax.engine",
     "PagedCache": "kvjax.cache",
+    "RateWarning": "kvjax.engine",
     "RequestOutput": "kvjax.engine",
     "SamplingParams": "kvjax.engine",
     "UserError": "kvjax.errors",
@@ -32,6 +38,7 @@ __all__ = [
     "CompressionConfig",
     "EngineConfig",
     "PagedCache",
+    "RateWarning",
     "RequestOutput",
     "SamplingParams",
     "UserError",

@@ -1,4 +1,7 @@
-"""The one exception that user input raises."""
+"""The one exception that user input raises, and exceptions in one line."""
+
+MOST_TEXT = 300
+"""Characters of an exception's message that a caller is told."""
 
 
 class UserError(Exception):
@@ -15,3 +18,12 @@ class UserError(Exception):
             return text
         line = " ".join(text.splitlines())
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def in_one_line(error: BaseException) -> str:
+    """An exception as its caller is told of it: bad input in its own words, others by type."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"
+    if isinstance(error, UserError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -24,6 +24,7 @@ import json
 import resource
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     import numpy as np
 
     from kvjax.cache import CompressionConfig
-    from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
+    from kvjax.engine import LLM, EngineConfig, RateWarning, SamplingParams, pool_tokens_for
     from kvjax.engine.compilation import enable_compilation_cache
 
     # What can be refused without a model is refused before one is loaded.
@@ -307,7 +308,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
         config = dataclasses.replace(config, pool_tokens=tokens)
     llm = LLM(model, compression, config)
-    name = llm.add_request(prompt, sampling)
+    with warnings.catch_warnings():
+        # Said below, in the table.
+        warnings.simplefilter("ignore", RateWarning)
+        name = llm.add_request(prompt, sampling)
     progress("compile and prefill")
     output, status, text_to = None, 0, sys.stderr if options.json else sys.stdout
     try:

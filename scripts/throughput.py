@@ -227,6 +227,8 @@ def measure(
         "model": model.config.name,
         "weights": Path(model.source).name,
         "rate": None if rate == "v" else float(rate),
+        "reached_rate": prompt_tokens
+        / sum(n / o.stats.rate for n, o in zip(lengths, outputs, strict=True)),
         "method": "full" if rate == "v" else options.method,
         "input_len": lengths[0] if len(set(lengths)) == 1 else None,
         "output_len": outputs_len if len({a.output_len for a in arrivals}) == 1 else None,

@@ -1,7 +1,7 @@
 """Running models over the cache: the engine that serves many requests."""
 
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.llm import LLM
+from kvjax.engine.llm import LLM, RateWarning
 from kvjax.engine.memory import pool_tokens_for
 from kvjax.engine.request import RequestOutput, TokenLogprobs
 from kvjax.engine.sampling import SamplingParams
@@ -9,6 +9,7 @@ from kvjax.engine.sampling import SamplingParams
 __all__ = [
     "LLM",
     "EngineConfig",
+    "RateWarning",
     "RequestOutput",
     "SamplingParams",
     "TokenLogprobs",

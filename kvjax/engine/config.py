@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvjax.checks import INT32_MAX, check_number, check_whole
 from kvjax.errors import UserError
 
 
@@ -31,12 +32,26 @@ class EngineConfig:
     memory_fraction: float = 0.9
     """Share of the device's memory that weights, pool and scratch take together."""
 
+    max_waiting: int | None = None
+    """Most requests in the queue; more are refused. None for no limit."""
+
     def __post_init__(self):
-        for name in ("max_batch", "block_size", "prefill_chunk", "steps_per_visit"):
-            self._check(name)
-        for name in ("max_len", "pool_tokens", "pool_bytes"):
-            if getattr(self, name) is not None:
-                self._check(name)
+        limits = {
+            "max_batch": (1, 2**16),
+            "max_len": (1, INT32_MAX),
+            "block_size": (1, 2**12),
+            "prefill_chunk": (1, INT32_MAX),
+            "prefill_scratch": (1, INT32_MAX),
+            "steps_per_visit": (1, 2**12),
+            "pool_tokens": (1, 2**40),
+            "pool_bytes": (1, 2**60),
+            "max_waiting": (1, INT32_MAX),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                check_whole(name, value, least, most)
+        check_number("memory_fraction", self.memory_fraction, 0, 1, above=True)
         if self.block_size & (self.block_size - 1):
             raise UserError(f"block_size {self.block_size}: give a power of two")
         if self.prefill_scratch < self.prefill_chunk:
@@ -49,11 +64,6 @@ class EngineConfig:
                 f"pool_tokens {self.pool_tokens} and pool_bytes {self.pool_bytes}: "
                 "both set the size of the pool, give one of them"
             )
-        if not 0 < self.memory_fraction <= 1:
-            raise UserError(
-                f"memory_fraction {self.memory_fraction}: give a number above 0 and at most 1"
-            )
 
-    def _check(self, name: str) -> None:
-        if getattr(self, name) < 1:
-            raise UserError(f"{name} {getattr(self, name)}: give a whole number of at least 1")
+
+_OPTIONAL = ("max_len", "pool_tokens", "pool_bytes", "max_waiting")

@@ -2,25 +2,39 @@
 
 import dataclasses
 import itertools
+import logging
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
+from kvjax.checks import check_number, check_text, check_whole, shown
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
+from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.request import Request, RequestOutput, RequestStats
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
-from kvjax.engine.worker import Worker, decode_rule
+from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
 
 Prompt = str | Sequence[int] | np.ndarray
+
+RATE_REACHED = 0.9
+"""Share of the rate asked for below which a request's own rate is worth a warning."""
+
+log = logging.getLogger(__name__)
+
+
+class RateWarning(UserWarning):
+    """A request is compressed less than its settings ask for."""
 
 
 class LLM:
@@ -73,6 +87,23 @@ class LLM:
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
         self._order = itertools.count()
+        self._warned: set[float] = set()
+
+    @property
+    def dead(self) -> str | None:
+        """Why this engine has stopped for good, or None. See `reset`."""
+        return self.engine.dead
+
+    def reset(self) -> None:
+        """Make a new cache and go on, after the engine died or at any other time.
+
+        Requests that are open end with an error; what they have generated is in their outputs.
+
+        Raises:
+            UserError: another thread is using the engine, or this is a callback.
+        """
+        with self.engine.owner("reset"), held():
+            self.engine.reset()
 
     def warm_up(self, prompt_lens: Sequence[int], logprobs: bool = False) -> None:
         """Compile what prompts of these lengths need, with the engine's own compression settings.
@@ -80,10 +111,12 @@ class LLM:
         Without it each step compiles when it is first needed, while requests wait.
         """
         for length in prompt_lens:
+            check_whole("prompt length", length, 1, self.max_len)
             prompt = np.zeros(length, np.int32)
             sampling = SamplingParams(max_tokens=max(1, min(2, self.max_len - length)))
             request = self._checked(prompt, sampling, self.compression, "warm-up", -1)
-            self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
+            with self.engine.owner("warm_up"), held():
+                self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
 
     def memory(self) -> dict[str, int]:
         """Bytes: the plan's parts, and what the device says is in use, at most so far, and there.
@@ -107,15 +140,18 @@ class LLM:
         *,
         request_id: str | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
+        deadline: float | None = None,
     ) -> str:
-        """Queue a request; others may be running.
+        """Queue a request; others may be running. May be called from any thread.
 
         Args:
             prompt: a text, or token ids.
             sampling: how its tokens are chosen.
             compression: its cache's settings; by default those of the engine.
             request_id: a name that no other unfinished request has; made up by default.
-            on_output: called with each of its outputs. If it raises, the request ends.
+            on_output: called with each of its outputs, by the thread that steps. If it raises, the
+                request ends. Without it, outputs wait until somebody calls `step`.
+            deadline: seconds from now after which it ends with what it has.
 
         Returns:
             The request's id.
@@ -123,16 +159,58 @@ class LLM:
         Raises:
             UserError: the request can never be served; says why, and what would do.
         """
-        order = next(self._order)
-        name = f"request-{order}" if request_id is None else request_id
-        if name in self.engine.requests:
-            raise UserError(f"request id {name!r} is in use: give another")
-        request = self._checked(
-            prompt, sampling or SamplingParams(), compression or self.compression, name, order
+        return self._add(
+            prompt, sampling, compression, request_id, on_output, deadline, on_output is None
         )
-        request.on_output = on_output
-        self.engine.add(request)
-        return name
+
+    def _add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        compression: CompressionConfig | None,
+        request_id: str | None,
+        on_output: Callable[[RequestOutput], None] | None,
+        deadline: float | None,
+        waits: bool,
+    ) -> str:
+        try:
+            if self.engine.dead is not None:
+                raise UserError(f"the engine is {self.engine.dead}; call reset()")
+            if request_id is None:
+                request_id = self.engine.intake.new_id()
+            check_text("request_id", request_id)
+            if on_output is not None and not callable(on_output):
+                raise UserError(f"on_output {shown(on_output)}: give a function")
+            sampling = SamplingParams() if sampling is None else sampling
+            compression = self.compression if compression is None else compression
+            request = self._checked(prompt, sampling, compression, request_id, next(self._order))
+            if deadline is not None:
+                check_number("deadline", deadline, 0, above=True)
+                request.deadline = self.engine.clock() + deadline
+            request.on_output, request.waits = on_output, waits
+            # Where warnings are errors, nothing is queued.
+            self._tell_rate(request)
+            self.engine.add(request)
+        except UserError as error:
+            self.metrics.refused.inc()
+            log.info("request %s is refused: %s", shown(request_id), error)
+            raise
+        return request_id
+
+    def _tell_rate(self, request: Request) -> None:
+        """Warn, once for each rate, where a request's rate is not the one that was asked for."""
+        asked, got = request.compression.rate, request.stats.rate
+        if asked is None or request.budget is None or got >= RATE_REACHED * asked:
+            return
+        message = (
+            f"rate {asked:g} is {got:.1f} for a prompt of {len(request.prompt)} tokens: caches "
+            f"keep at least floor={request.compression.floor} tokens; give a smaller floor to "
+            "CompressionConfig for more"
+        )
+        log.warning("request %r: %s", request.id, message)
+        if asked not in self._warned:
+            self._warned.add(asked)
+            warnings.warn(message, RateWarning, stacklevel=4)
 
     def _checked(
         self,
@@ -143,14 +221,17 @@ class LLM:
         order: int,
     ) -> Request:
         """The request, if it can be served."""
+        for name_, value, kind in (
+            ("sampling", sampling, SamplingParams),
+            ("compression", compression, CompressionConfig),
+        ):
+            if not isinstance(value, kind):
+                raise UserError(f"{name_} {shown(value)}: give a {kind.__name__}")
         tokenizer, vocab = self.model.tokenizer, self.model.config.vocab_size
         if isinstance(prompt, str):
+            check_text("prompt", prompt, "a text that UTF-8 can encode")
             prompt = tokenizer.encode(prompt, add_bos=tokenizer.adds_bos)
-        tokens = np.asarray(prompt)
-        if tokens.size == 0:
-            raise UserError("the prompt is empty: give at least one token")
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise UserError(f"the prompt is {type(prompt).__name__}: give a text or token ids")
+        tokens = _token_ids(prompt)
         wrong = tokens[(tokens < 0) | (tokens >= vocab)]
         if wrong.size:
             raise UserError(f"token id {wrong[0]} of the prompt: give ids from 0 to {vocab - 1}")
@@ -167,7 +248,8 @@ class LLM:
             name, order, tokens.astype(np.int32), sampling, compression, method, budget,
             self.plan.heads, self.config.block_size,
         )  # fmt: skip
-        self._check_method(request)
+        request.stats.rate = compression.reached_rate(len(tokens), self.config.block_size)
+        self._check_window(request)
         needs = request.blocks_to_finish(self.scheduler.chunk_in_pool(request))
         if needs > self.plan.num_blocks:
             size = -(-needs // self.plan.heads) * self.config.block_size
@@ -177,7 +259,7 @@ class LLM:
             )
         return request
 
-    def _check_method(self, request: Request) -> None:
+    def _check_window(self, request: Request) -> None:
         method, window = request.method, None
         if method.observation is not None:
             window = method.observation.window
@@ -187,28 +269,20 @@ class LLM:
                 f"window {window} of {method.name}: give at most half the prefill_chunk of "
                 f"{self.config.prefill_chunk} tokens"
             )
-        rule = decode_rule(method)
-        for other in self.engine.methods:
-            if rule is not None and decode_rule(other) not in (None, rule):
-                raise UserError(
-                    f"method {method.name} observes decode steps in another way than "
-                    f"{other.name}, which is running: wait for it, or use two engines"
-                )
 
     def abort(self, request_id: str) -> None:
-        """End a request; what it has generated is kept in its last output.
+        """End a request; what it has generated is kept in its last output, of the next round.
+
+        May be called from any thread.
 
         Raises:
             UserError: there is no unfinished request of that id.
         """
-        request, _ = self.engine.requests.get(request_id, (None, None))
-        if request is None or request.finish_reason is not None:
-            raise UserError(f"request id {request_id!r}: there is no unfinished request of that id")
-        self.engine.end(request, "abort")
+        self.engine.intake.abort(request_id)
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do or to tell."""
-        return bool(self.engine.requests)
+        return bool(self.engine.intake)
 
     def prefilled(self, request_id: str) -> int:
         """Tokens that have run of a prompt that is being prefilled; 0 for any other request."""
@@ -216,14 +290,24 @@ class LLM:
         return job.done if job is not None and job.request.id == request_id else 0
 
     def step(self) -> list[RequestOutput]:
-        """One round: schedule, run, postprocess. Returns the outputs of the round before."""
-        return self.engine.step()
+        """One round: schedule, run, postprocess.
+
+        Returns:
+            Outputs of the round before, those that callbacks have had among them, and what was left
+            of requests without a callback by `generate` and `stream`.
+
+        Raises:
+            UserError: another thread is using the engine, or this is a callback.
+        """
+        with self.engine.owner("step"):
+            self.engine.step()
+            return self.engine.intake.take_outputs() + self.engine.outbox.told
 
     # Batches
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         compression: CompressionConfig | Sequence[CompressionConfig] | None = None,
         *,
@@ -232,7 +316,7 @@ class LLM:
         """Run some prompts to their ends, together with whatever else is queued.
 
         Args:
-            prompts: texts or token ids.
+            prompts: texts or token ids; one prompt may stand alone.
             sampling: settings for all of them, or one for each.
             compression: likewise.
             on_step: called after each step with the number of prompts that have ended.
@@ -241,7 +325,8 @@ class LLM:
             The last output of each, in order. A prompt that cannot be served has an `error`.
 
         Raises:
-            UserError: there are no prompts, or not as many settings as prompts.
+            UserError: there are no prompts, or not as many settings as prompts; another thread is
+                using the engine, or this is a callback.
         """
         ended: dict[str, RequestOutput] = {}
 
@@ -249,15 +334,18 @@ class LLM:
             if output.finished:
                 ended[output.request_id] = output
 
-        names = self._add_all(prompts, sampling, compression, note)
-        missing = {name for name in names if isinstance(name, str)}
-        try:
-            while missing - ended.keys():
-                self.step()
-                if on_step is not None:
-                    on_step(len(names) - len(missing - ended.keys()))
-        finally:
-            self._abort_all(missing - ended.keys())
+        names: list[str | RequestOutput] = []
+        with self.engine.owner("generate"):
+            try:
+                with held():
+                    self._add_all(names, prompts, sampling, compression, note)
+                added = {name for name in names if isinstance(name, str)}
+                while not added <= ended.keys():
+                    self.engine.step()
+                    if on_step is not None:
+                        on_step(len(names) - len(added - ended.keys()))
+            finally:
+                self._abandon(names)
         return [ended[name] if isinstance(name, str) else name for name in names]
 
     def stream(
@@ -265,48 +353,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         compression: CompressionConfig | Sequence[CompressionConfig] | None = None,
-    ) -> Generator[RequestOutput, None, None]:
+    ) -> "OutputStream":
         """The outputs of some prompts as they come. Several streams share the engine.
 
         Closing the iterator ends its requests and no others. Arguments and errors as for
-        `generate`; one prompt may stand alone.
+        `generate`.
         """
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
-            prompts = [prompts]  # type: ignore[list-item]
-        queue: deque[RequestOutput] = deque()
-        names = self._add_all(prompts, sampling, compression, queue.append)  # type: ignore[arg-type]
+        return OutputStream(self, prompts, sampling, compression)
 
-        def outputs() -> Generator[RequestOutput, None, None]:
-            running = {name for name in names if isinstance(name, str)}
-            try:
-                yield from (name for name in names if not isinstance(name, str))
-                while running:
-                    self.step()
-                    while queue:
-                        output = queue.popleft()
-                        if output.finished:
-                            running.discard(output.request_id)
-                        yield output
-            finally:
-                self._abort_all(running)
-
-        return outputs()
-
-    def _abort_all(self, names: Iterable[str]) -> None:
+    def _abandon(self, names: Iterable[str | RequestOutput]) -> None:
         """End those of some requests that still run; their caller has gone."""
-        for name in names:
-            request, _ = self.engine.requests.get(name, (None, None))
-            if request is not None and request.finish_reason is None:
-                request.on_output = None
-                self.abort(name)
+        with held():
+            for name in names:
+                if isinstance(name, str):
+                    self.engine.intake.abandon(name)
 
-    def _add_all(self, prompts, sampling, compression, on_output) -> list[str | RequestOutput]:
-        """The id of each prompt's request, or its output where it was refused."""
+    def _add_all(self, names: list, prompts, sampling, compression, on_output) -> None:
+        """Append the id of each prompt's request to `names`, or its output where it was refused."""
+        prompts = _as_batch(prompts)
         if len(prompts) == 0:
             raise UserError("there are no prompts: give at least one")
 
         def per_prompt(settings, name):
-            if settings is None or not isinstance(settings, Sequence):
+            if not isinstance(settings, list | tuple):
                 return [settings] * len(prompts)
             if len(settings) != len(prompts):
                 raise UserError(
@@ -314,18 +383,85 @@ class LLM:
                 )
             return list(settings)
 
-        added: list[str | RequestOutput] = []
         rows = zip(
             prompts, per_prompt(sampling, "sampling"), per_prompt(compression, "compression")
         )
         for number, (prompt, one_sampling, one_compression) in enumerate(rows):
             try:
-                name = self.add_request(prompt, one_sampling, one_compression, on_output=on_output)
-                added.append(name)
+                names.append(
+                    self._add(prompt, one_sampling, one_compression, None, on_output, None, False)
+                )
             except UserError as error:
-                self.metrics.ended("error")
-                added.append(refused(f"prompt {number}", str(error)))
-        return added
+                names.append(refused(f"prompt {number}", str(error)))
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """The outputs of some requests as they come. Close it, or drop it, to end them."""
+
+    def __init__(self, llm: LLM, prompts, sampling, compression):
+        self._llm = llm
+        self._names: list[str | RequestOutput] = []
+        self._queue: deque[RequestOutput] = deque()
+        try:
+            llm._add_all(self._names, prompts, sampling, compression, self._queue.append)
+        except BaseException:
+            self.close()
+            raise
+        self._running = {name for name in self._names if isinstance(name, str)}
+        self._queue.extend(name for name in self._names if not isinstance(name, str))
+
+    def __next__(self) -> RequestOutput:
+        while not self._queue and self._running:
+            with self._llm.engine.owner("stream"):
+                self._llm.engine.step()
+        if not self._queue:
+            raise StopIteration
+        output = self._queue.popleft()
+        if output.finished:
+            self._running.discard(output.request_id)
+        return output
+
+    def close(self) -> None:
+        """End those of the requests that still run; their outputs are dropped."""
+        self._llm._abandon(self._names)
+        self._names, self._running = [], set()
+        self._queue.clear()
+
+    def __enter__(self) -> "OutputStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self):
+        self.close()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A batch of prompts, or one prompt as a batch."""
+    if isinstance(prompts, bytes | bytearray | dict | set) or not hasattr(prompts, "__len__"):
+        raise UserError(f"prompts {shown(prompts)}: give texts or lists of token ids")
+    alone = isinstance(prompts, str) or (
+        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    )
+    return [prompts] if alone else prompts  # type: ignore[list-item,return-value]
+
+
+def _token_ids(prompt: Any) -> np.ndarray:
+    """A prompt's token ids [T].
+
+    Raises:
+        UserError: it is none, or empty.
+    """
+    try:
+        tokens = np.asarray(prompt)
+    except Exception:
+        tokens = np.zeros((1, 1))
+    if tokens.size == 0:
+        raise UserError("the prompt is empty: give at least one token")
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise UserError(f"the prompt is {type(prompt).__name__}: give a text or token ids")
+    return tokens
 
 
 def refused(name: str, error: str) -> RequestOutput:

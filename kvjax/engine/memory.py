@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from kvjax.cache import CompressionConfig, budget_blocks
+from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
@@ -97,11 +98,11 @@ def plan_memory(
     elif config.pool_bytes is not None:
         blocks = config.pool_bytes // block
     else:
-        blocks = min(most, max(0, limit - fixed) // block)
+        blocks = min(most, max(0, limit - fixed) // block, INT32_MAX)
     plan = MemoryPlan(
         weights, blocks * (block + 1), tables, scratch, workspace, limit, blocks, dtype, heads, b
     )
-    if plan.total > limit or blocks < heads:
+    if plan.total > limit or not heads <= blocks <= INT32_MAX:
         raise UserError(
             f"this does not fit: {plan}; give a smaller pool, max_batch {slots}, max_len {max_len} "
             f"or prefill_scratch {config.prefill_scratch}"

@@ -31,12 +31,17 @@ class EngineMetrics:
             return Histogram(f"kvjax_{name}", help_, registry=registry, buckets=_SECONDS)
 
         self.requests = counter("requests", "Requests accepted")
+        self.refused = counter("requests_refused", "Requests refused when they came")
         self._ended = counter("requests_ended", "Requests ended, by reason", ("reason",))
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens prefilled, again included")
         self._output_tokens = counter("output_tokens", "Tokens generated")
         self._evicted = counter("evicted_blocks", "Blocks evicted, or never written")
         self._compressions = counter("compressions", "Compressions of running sequences")
         self.preemptions = counter("preemptions", "Requests preempted")
+        self.failures = counter("rounds_failed", "Rounds that failed for no request's reason")
+        self._stalls = counter(
+            "compile_stall_seconds", "Seconds of compilation while other requests waited"
+        )
         self._seconds = counter("seconds", "Seconds, by phase; host is what is left", ("phase",))
         for phase in PHASES:
             self._seconds.labels(phase)
@@ -63,6 +68,12 @@ class EngineMetrics:
         """So many seconds of this round went to a phase."""
         self._in_phases += seconds
         self._seconds.labels(phase).inc(seconds)
+
+    def compiled(self, seconds: float, *, stalled: bool) -> None:
+        """So many seconds of this round went to compilation."""
+        self.spent("compile", seconds)
+        if stalled:
+            self._stalls.inc(seconds)
 
     @contextlib.contextmanager
     def round(self, clock: Callable[[], float]) -> Iterator[None]:
@@ -98,13 +109,9 @@ class EngineMetrics:
         self._compressions.inc(sequences)
         self._evicted.inc(blocks)
 
-    def ended(
-        self, reason: str | None, stats: RequestStats | None = None, num_tokens: int = 0
-    ) -> None:
-        """A request ended."""
+    def ended(self, reason: str | None, stats: RequestStats, num_tokens: int) -> None:
+        """An accepted request ended with so many tokens."""
         self._ended.labels(reason).inc()
-        if stats is None:
-            return
         if stats.time_to_first_token is not None:
             self._first.observe(stats.time_to_first_token)
         each = stats.time_per_output_token(num_tokens)

@@ -8,10 +8,12 @@ import numpy as np
 
 from kvjax.cache import CompressionConfig, budget_blocks
 from kvjax.cache.methods import Method
+from kvjax.checks import INT32_MAX
 from kvjax.engine.sampling import SamplingParams
+from kvjax.engine.visits import TokenScores
 from kvjax.models.config import LlamaConfig
 
-FinishReason = Literal["eos", "stop", "length", "abort", "pool", "error"]
+FinishReason = Literal["eos", "stop", "length", "abort", "deadline", "pool", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class RequestStats:
     """Blocks that it took once compressed."""
     kept: np.ndarray | None = None
     """KVs that each head held then, [L, H]."""
+    rate: float = 1.0
+    """The compression rate that its settings lead to, tokens over tokens' worth of budget."""
     shortfall: int = 0
     """Blocks over the budget that could not be evicted."""
     blocks_evicted_decoding: int = 0
@@ -68,7 +72,7 @@ class RequestOutput:
     """The text since the request's last output."""
     finish_reason: FinishReason | None
     """None while it runs. "eos", "stop" (a stop text), "length" (max_tokens), "abort",
-    "pool" (blocks ran out and nothing could make room), "error"."""
+    "deadline", "pool" (blocks ran out and nothing could make room), "error"."""
     error: str | None
     logprobs: tuple[TokenLogprobs, ...] | None
     stats: RequestStats
@@ -95,6 +99,12 @@ class Request:
     """Layers × KV heads."""
     block_size: int
     on_output: Callable[[RequestOutput], None] | None = None
+    waits: bool = True
+    """Whether its outputs wait for a caller of `step`: nobody is called with them."""
+    deadline: float | None = None
+    """When it ends at the latest, on the engine's clock."""
+    aborted: bool = False
+    """It ends in the next round."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
@@ -115,6 +125,36 @@ class Request:
     unevictable: int = 0
     """Blocks over the budget that an attempt to admit it could not evict."""
 
+    def give_back(self) -> int | None:
+        """It holds no slot and no blocks any more. Returns the slot it had."""
+        slot, self.slot = self.slot, None
+        self.owned = self.longest = self.growth = self.since_compression = 0
+        return slot
+
+    def note_tokens(self, tokens: np.ndarray, scores: TokenScores | None, column: int) -> bool:
+        """Take in the tokens [n] of some decode steps; −1 where it did not run.
+
+        Args:
+            tokens: the tokens.
+            scores: those of the whole batch, on the host.
+            column: its own column of them.
+
+        Returns:
+            Whether there was any.
+        """
+        wanted = self.sampling.logprobs
+        ran = np.flatnonzero(tokens >= 0)
+        for step in ran:
+            token = int(tokens[step])
+            self.tokens.append(token)
+            if wanted is None or scores is None:
+                continue
+            ids, values = scores.top_ids[step, column], scores.top[step, column]
+            top = tuple((int(i), float(x)) for i, x in zip(ids[:wanted], values[:wanted]))
+            self.logprobs.append(TokenLogprobs(token, float(scores.chosen[step, column]), top))
+        self.since_compression += len(ran)
+        return bool(len(ran))
+
     @staticmethod
     def budget_of(
         model: LlamaConfig, compression: CompressionConfig, prompt_len: int, block_size: int
@@ -123,7 +163,8 @@ class Request:
         cap = compression.cap(prompt_len, block_size)
         if cap is None:
             return None
-        return budget_blocks(cap, model.num_layers, model.num_kv_heads, block_size)
+        blocks = budget_blocks(cap, model.num_layers, model.num_kv_heads, block_size)
+        return min(blocks, INT32_MAX)
 
     @property
     def all_tokens(self) -> np.ndarray:

@@ -9,8 +9,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
+from kvjax.checks import check_flag, check_number, check_text, check_whole, shown
 from kvjax.errors import UserError
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+MAX_STOPS, MAX_STOP_LENGTH = 64, 4096
+"""Every new token's text is searched for each of them."""
 SAMPLING_CHUNK = 256
 """Tokens whose probabilities are summed together when one is drawn."""
 MAX_LOGPROBS = 20
@@ -31,8 +35,8 @@ class SamplingParams:
     """Only tokens at least this share as likely as the likeliest."""
     seed: int = 0
     max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    """The text ends before the first of these."""
+    stop: tuple[str, ...] | list[str] | str = ()
+    """The text ends before the first of these; one text may stand alone. Kept as a tuple."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report the log-probability of each token, and of so many of the likeliest (at most 20)."""
@@ -40,22 +44,33 @@ class SamplingParams:
     """Turn tokens into text; without it there are no stop texts either."""
 
     def __post_init__(self):
-        checks = {
-            "temperature": (0 <= self.temperature < float("inf"), "a number of at least 0"),
-            "top_k": (self.top_k >= 0, "a whole number of at least 0"),
-            "top_p": (0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
-            "max_tokens": (self.max_tokens >= 1, "a whole number of at least 1"),
-            "seed": (0 <= self.seed < 2**32, "a whole number from 0 to 4294967295"),
-            "stop": (all(self.stop), "texts that are not empty"),
-            "logprobs": (
-                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-                f"a whole number from 0 to {MAX_LOGPROBS}",
-            ),
-        }
-        for name, (fits, wanted) in checks.items():
-            if not fits:
-                raise UserError(f"{name} {getattr(self, name)!r}: give {wanted}")
+        # Sampled on the device in float32: what underflows there is refused here.
+        check_number("temperature", self.temperature, 0, FLOAT32_MAX)
+        check_whole("top_k", self.top_k, 0)
+        check_number("top_p", self.top_p, 0, 1, above=True)
+        check_number("min_p", self.min_p, 0, 1)
+        check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("seed", self.seed, 0, 2**32 - 1)
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_flag("detokenize", self.detokenize)
+        object.__setattr__(self, "stop", self._checked_stop())
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        if isinstance(self.stop, str):
+            stop = (self.stop,)
+        elif isinstance(self.stop, list | tuple):
+            stop = tuple(self.stop)
+        else:
+            raise UserError(f"stop {shown(self.stop)}: give a text, or several in a tuple")
+        if len(stop) > MAX_STOPS:
+            raise UserError(f"stop with {len(stop)} texts: give at most {MAX_STOPS}")
+        for text in stop:
+            check_text("stop", text)
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise UserError(f"stop {shown(text)}: give texts of 1 to {MAX_STOP_LENGTH} letters")
+        return stop
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays

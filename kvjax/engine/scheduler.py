@@ -8,7 +8,7 @@ queue and everything it has generated.
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvjax.engine.request import Request
 
@@ -25,6 +25,7 @@ class Scheduler:
         self.running: list[Request] = []
         """In the order they were admitted."""
         self._scratch, self._chunk = scratch, chunk
+        self._num_slots = num_slots
         self._slots = list(range(num_slots))
 
     def __iter__(self) -> Iterator[Request]:
@@ -76,12 +77,22 @@ class Scheduler:
             self.prefilling = None
         elif request in self.running:
             self.running.remove(request)
-        slot, request.slot = request.slot, None
+        self.free += request.owned
+        slot = request.give_back()
         if slot is not None:
             heapq.heappush(self._slots, slot)
-        self.free += request.owned
-        request.owned = request.longest = request.growth = request.since_compression = 0
         return slot
+
+    def restart(self, waiting: Iterable[Request]) -> None:
+        """Nothing holds slots or blocks any more, and these wait, in the order they came."""
+        for request in self:
+            request.give_back()
+        self.free = self.num_blocks
+        self.waiting = sorted(waiting, key=lambda r: r.order)
+        for request in self.waiting:
+            request.give_back()
+        self.prefilling, self.running = None, []
+        self._slots = list(range(self._num_slots))
 
     def holders(self) -> list[Request]:
         """Every request that holds blocks."""

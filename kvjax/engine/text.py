@@ -44,43 +44,47 @@ class StopStrings:
 
 
 class RequestText:
-    """The text of one request, and how much of it has been told."""
+    """The text of one request, and how much of it its caller has been told."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+        self._tokenizer, self._stop = tokenizer, stop
         self._eos = frozenset() if tokenizer is None else tokenizer.eos_ids
-        self._decoder = None if tokenizer is None else tokenizer.stream()
-        self._stops = StopStrings(stop)
-        self._read = 0
-        self._ended = False
-        self.text = ""
+        self._told = 0
+        self.restart()
 
-    def has_news(self, request: Request) -> bool:
-        """Whether the request has tokens, or an end, that its caller does not know of."""
-        return self._read < len(request.tokens) or (
-            request.finish_reason is not None and not self._ended
-        )
+    def restart(self) -> None:
+        """Read the request's tokens from the first again, after an interruption half way.
+
+        What was told stays told.
+        """
+        self._decoder = None if self._tokenizer is None else self._tokenizer.stream()
+        self._stops = StopStrings(self._stop)
+        self._read = 0
+        self.text = ""
 
     def tell(self, request: Request, now: float) -> RequestOutput:
         """The request's next output, at time `now`. A stop text that is complete ends it."""
-        new = ""
         if self._decoder is not None:
             for token in request.tokens[self._read :]:
                 self._read += 1
                 if token in self._eos and not request.sampling.ignore_eos:
                     break
-                new += self._stops.push(self._decoder.push(token))
+                self.text += self._stops.push(self._decoder.push(token))
                 if self._stops.found:
                     request.finish_reason = "stop"
                     del request.tokens[self._read :]
                     del request.logprobs[self._read :]
                     break
         self._read = len(request.tokens)
+        if request.finish_reason is not None and self._decoder is not None:
+            self.text += self._stops.push(self._decoder.flush()) + self._stops.flush()
+        return self.output(request, now)
+
+    def output(self, request: Request, now: float) -> RequestOutput:
+        """The request's next output with the text that was read so far."""
+        new, self._told = self.text[self._told :], len(self.text)
         if request.finish_reason is not None:
-            self._ended = True
             request.stats.finished = now
-            if self._decoder is not None:
-                new += self._stops.push(self._decoder.flush()) + self._stops.flush()
-        self.text += new
         logprobs = None if request.sampling.logprobs is None else tuple(request.logprobs)
         return RequestOutput(
             request.id,

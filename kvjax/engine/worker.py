@@ -5,6 +5,7 @@ sizes (prompt chunks, sequences in a visit, widths of block tables), each when i
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from kvjax.cache import PagedCache, free_blocks, init_cache
 from kvjax.cache.methods import METHODS, Method
 from kvjax.engine import steps, visits
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.interrupts import released
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import sampling_row
+from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
 from kvjax.engine.visits import StartReport, VisitReport
 from kvjax.models.config import LlamaConfig
 
@@ -94,7 +96,8 @@ class Worker:
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
         self.compilations: dict[Hashable, float] = {}
         """Seconds that each compiled step took to compile."""
-        self.cache: PagedCache = init_cache(
+        self._new_cache = functools.partial(
+            init_cache,
             num_slots=config.max_batch,
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -104,6 +107,7 @@ class Worker:
             block_size=config.block_size,
             dtype=dtype,
         )
+        self.cache: PagedCache = self._new_cache()
         self.state = visits.init_slots(config.max_batch)
         slots, width = config.max_batch, self.cache.max_blocks
         if jax.default_backend() == "cpu":
@@ -123,9 +127,29 @@ class Worker:
         if key not in self.compilations:
             start = time.perf_counter()
             # What is compiled here is what the call below finds.
-            step.lower(*args).compile()
+            with released():
+                step.lower(*args).compile()
             self.compilations[key] = time.perf_counter() - start
         return step(*args)
+
+    def reset(self) -> None:
+        """An empty cache and no running sequence; what compiled steps there are stay."""
+        # Never two pools at once.
+        self.cache = self.state = None  # type: ignore[assignment]
+        self.cache, self.state = self._new_cache(), visits.init_slots(self.config.max_batch)
+
+    def alive(self) -> bool:
+        """Whether cache and slot states are still there: an error or an interruption in the middle
+        of a step loses those that were donated to it."""
+        leaves = jax.tree.leaves((self.cache, self.state))
+        if not leaves or any(leaf.is_deleted() for leaf in leaves):
+            return False
+        try:
+            # A step that failed on the device leaves arrays that raise when they are read.
+            jax.block_until_ready(leaves)
+        except Exception:
+            return False
+        return True
 
     @property
     def compile_seconds(self) -> float:
@@ -168,10 +192,12 @@ class Worker:
                 _CHUNK, self.model, method, self.params, self.cache, slot, tokens, length,
             )  # fmt: skip
         elif len(job.chunks) == 1:
-            job.prompt, job.scores = self._run(
-                ("prefill", method, bucket),
-                _PREFILL, self.model, method, self.params, tokens, length,
-            )  # fmt: skip
+            # Takes long and nothing is lost with it.
+            with released():
+                job.prompt, job.scores = self._run(
+                    ("prefill", method, bucket),
+                    _PREFILL, self.model, method, self.params, tokens, length,
+                )  # fmt: skip
         else:
             room = len(job.chunks) * bucket
             if job.prompt is None:
@@ -300,3 +326,11 @@ def decode_rule(method: Method) -> tuple | None:
     if seen.intrinsic:
         return seen.source, seen.seed
     return seen.power, seen.decode_decay
+
+
+def num_top(requests: Sequence[Request]) -> int | None:
+    """Likeliest tokens to report: few values, as each is compiled."""
+    wanted = [r.sampling.logprobs for r in requests if r.sampling.logprobs is not None]
+    if not wanted:
+        return None
+    return MAX_LOGPROBS if max(wanted) else 0

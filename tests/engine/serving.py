@@ -1,5 +1,7 @@
 """A small engine of fixed sizes for the tests: steps are compiled once for all of them."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,8 @@ from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.models import LoadedModel
 from kvjax.models.llama import forward, logits
-from kvjax.models.tokenizer import ByteTokenizer
 from tests.engine.conftest import TINY
+from tests.models.tokenizer_builders import tiny_tokenizer
 
 FULL = CompressionConfig(method="full")
 SMALL = CompressionConfig(max_cache_tokens=16, protected=8)
@@ -22,11 +24,11 @@ ROOMY, TIGHT = 600, 100
 """Pools in tokens: one in which everything fits, one in which it does not."""
 
 
-def make_llm(params, compression=FULL, pool_tokens=ROOMY, **config) -> LLM:
+def make_llm(params, compression=FULL, pool_tokens=ROOMY, clock=time.perf_counter, **config) -> LLM:
     sizes = {"max_batch": 4, "max_len": 256, "block_size": 4, "steps_per_visit": 4}
     sizes |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": pool_tokens}
-    model = LoadedModel(TINY, params, ByteTokenizer(), "random weights")
-    return LLM(model, compression, EngineConfig(**{**sizes, **config}))
+    model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
+    return LLM(model, compression, EngineConfig(**{**sizes, **config}), clock=clock)
 
 
 def prompts_of(*lengths: int) -> list[np.ndarray]:
@@ -49,6 +51,14 @@ def alone(params, prompts, sampling, compression=FULL) -> list[tuple[int, ...]]:
     """The tokens of each prompt when nothing else runs."""
     llm = make_llm(params, compression)
     return [tokens_of(llm.generate([prompt], sampling))[0] for prompt in prompts]
+
+
+def drain(llm: LLM) -> dict[str, RequestOutput]:
+    """The last output of every request, when all have ended."""
+    last = {}
+    while llm.has_unfinished():
+        last |= {output.request_id: output for output in llm.step()}
+    return last
 
 
 def dense_greedy(params, prompt, steps: int) -> list[int]:

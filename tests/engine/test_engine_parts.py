@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.llm import RateWarning
 from kvjax.engine.memory import plan_memory, pool_tokens_for
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
@@ -29,9 +30,20 @@ BAD_SIZES = [
     {"memory_fraction": 0.0},
     {"memory_fraction": 1.5},
     {"pool_tokens": 5, "pool_bytes": 5},
+    {"max_batch": 2**31},
+    {"max_batch": 2.0},
+    {"max_len": 2**31},
+    {"block_size": True},
+    {"steps_per_visit": 10**9},
+    {"pool_tokens": float("nan")},
+    {"pool_bytes": "1 GB"},
+    {"memory_fraction": float("nan")},
+    {"memory_fraction": "0.5"},
+    {"max_waiting": 0},
 ]
 
 
+@pytest.mark.usefixtures("unchecked_signatures")
 @pytest.mark.parametrize("sizes", BAD_SIZES)
 def test_bad_sizes_are_refused(sizes):
     with pytest.raises(UserError, match=next(iter(sizes))):
@@ -88,6 +100,9 @@ def test_a_window_needs_chunks_of_twice_its_length(tiny_params):
     with pytest.raises(UserError, match="window 32 of kv-compress-w32-l2: give at most half"):
         llm.add_request(prompts_of(60)[0], greedy(4))
     # A prompt of one chunk is measured whole.
+    with pytest.warns(RateWarning, match=r"rate 2 is 1\.0 for a prompt of 20 tokens"):
+        assert llm.generate(prompts_of(20), greedy(4))[0].error is None
+    # Once is enough.
     assert llm.generate(prompts_of(20), greedy(4))[0].error is None
 
 

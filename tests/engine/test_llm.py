@@ -7,7 +7,6 @@ import pytest
 
 from kvjax.cache import CompressionConfig, budget_blocks
 from kvjax.engine.sampling import SamplingParams
-from kvjax.errors import UserError
 from tests.engine.conftest import TINY
 from tests.engine.serving import (
     FULL,
@@ -22,6 +21,7 @@ from tests.engine.serving import (
     prompts_of,
     tokens_of,
 )
+from tests.models.tokenizer_builders import TINY_EOS
 
 LENGTHS = (10, 40, 33, 70, 25, 150, 21)
 """One part, several parts, and too long for the scratch."""
@@ -230,27 +230,36 @@ def test_logprobs(tiny_params):
 def test_a_stop_text_ends_a_request_and_its_text(tiny_params):
     llm = make_llm(tiny_params)
     plain = llm.generate(prompts_of(10), greedy(24))[0]
-    at = 9
-    stop = bytes(plain.token_ids[at : at + 2]).decode()
+    stop = plain.text[9:11]
     first = plain.text.find(stop)
-    output = llm.generate(prompts_of(10), greedy(24, stop=(stop,)))[0]
-    assert output.finish_reason == "stop"
-    assert output.text == plain.text[:first]
-    assert output.token_ids == plain.token_ids[: first + 2]
+    for asked in ((stop,), ["no such text", stop], stop):
+        output = llm.generate(prompts_of(10), greedy(24, stop=asked, logprobs=0))[0]
+        assert output.finish_reason == "stop"
+        assert output.text == plain.text[:first]
+        # The last token is the one that completed it.
+        at = len(output.token_ids)
+        assert output.token_ids == plain.token_ids[:at]
+        tokenizer = llm.model.tokenizer
+        assert stop in tokenizer.decode(plain.token_ids[:at])
+        assert stop not in tokenizer.decode(plain.token_ids[: at - 1])
+        assert len(output.logprobs or ()) == at
     assert_empty(llm)
 
 
-def test_the_end_of_sequence_token_ends_a_request(tiny_params):
+@pytest.mark.parametrize("at", [0, 5])
+def test_the_end_of_sequence_token_ends_a_request(tiny_params, at):
+    """Seeds that draw it as a prompt's first token, or later."""
     llm = make_llm(tiny_params)
-    plain = llm.generate(prompts_of(10), greedy(24))[0]
-    eos = plain.token_ids[5]
-    llm.worker.eos_ids = llm.worker.eos_ids.at[0].set(eos)
-    llm.model.tokenizer.eos_ids = frozenset({eos})
-    first = plain.token_ids.index(eos)
-    output = llm.generate(prompts_of(10), SamplingParams(max_tokens=24))[0]
+    prompt = prompts_of(10)[0]
+    drawn = [{"temperature": 50.0, "seed": seed} for seed in range(300)]
+    outputs = llm.generate([prompt] * 300, [greedy(at + 1, **one) for one in drawn])
+    ends = [i for i, o in enumerate(outputs) if (*o.token_ids, TINY_EOS).index(TINY_EOS) == at]
+    seed = ends[0]
+    assert outputs[seed].finish_reason == "length"
+    output = llm.generate([prompt], SamplingParams(max_tokens=24, **drawn[seed]))[0]
     assert output.finish_reason == "eos"
-    assert output.token_ids == plain.token_ids[: first + 1]
-    assert output.text == plain.text[:first]
+    assert output.token_ids == outputs[seed].token_ids
+    assert output.text == llm.model.tokenizer.decode(output.token_ids[:-1])
     assert_empty(llm)
 
 
@@ -259,61 +268,3 @@ def test_one_token_is_enough(tiny_params):
     outputs = llm.generate(prompts_of(1, 60, 150), greedy(1))
     assert [len(tokens) for tokens in tokens_of(outputs)] == [1, 1, 1]
     assert_empty(llm)
-
-
-def test_texts_are_prompts_too(tiny_params):
-    llm = make_llm(tiny_params)
-    text, ids = llm.generate(["Hello?", list(b"Hello?")], greedy(5))
-    assert text.token_ids == ids.token_ids
-
-
-BAD = [
-    ([], {}, "the prompt is empty"),
-    ([5, 97], {}, "token id 97"),
-    ([-1], {}, "token id -1"),
-    ([1] * 250, {"max_tokens": 7}, "the limit is 256"),
-    (np.asarray([1.5]), {}, "give a text or token ids"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "sampling", "message"), BAD)
-def test_a_bad_request_is_refused_and_the_others_go_on(tiny_params, prompt, sampling, message):
-    llm = make_llm(tiny_params)
-    good = prompts_of(10)[0]
-    first, bad, last = llm.generate([good, prompt, good], greedy(**{"max_tokens": 4, **sampling}))
-    assert message in (bad.error or "")
-    assert bad.finish_reason == "error"
-    assert first.token_ids == last.token_ids
-    assert len(first.token_ids) == (7 if sampling else 4)
-    assert_empty(llm)
-    with pytest.raises(UserError, match=message):
-        llm.add_request(prompt, greedy(**{"max_tokens": 4, **sampling}))
-
-
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tiny_params):
-    llm = make_llm(tiny_params, FULL, TIGHT)
-    blocks = llm.plan.num_blocks
-    with pytest.raises(UserError, match=rf"needs {HEADS * 30} blocks and the pool has {blocks}"):
-        llm.add_request(prompts_of(90)[0], greedy(30))
-    output = llm.generate(prompts_of(90), greedy(30), SMALL)[0]
-    assert len(output.token_ids) == 30
-    assert_empty(llm)
-
-
-def test_bad_batches(tiny_params):
-    llm = make_llm(tiny_params)
-    with pytest.raises(UserError, match="there are no prompts"):
-        llm.generate([])
-    with pytest.raises(UserError, match="2 sampling for 1 prompts"):
-        llm.generate(prompts_of(10), [greedy(), greedy()])
-    with pytest.raises(UserError, match="'nobody'"):
-        llm.abort("nobody")
-    llm.add_request(prompts_of(10)[0], greedy(), request_id="one")
-    with pytest.raises(UserError, match="'one' is in use"):
-        llm.add_request(prompts_of(10)[0], greedy(), request_id="one")
-    with pytest.raises(UserError, match="max_tokens 0"):
-        SamplingParams(max_tokens=0)
-    with pytest.raises(UserError, match=r"temperature -0\.5"):
-        SamplingParams(temperature=-0.5)
-    with pytest.raises(UserError, match="logprobs 21"):
-        SamplingParams(logprobs=21)

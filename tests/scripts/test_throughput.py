@@ -29,6 +29,7 @@ def throughput(monkeypatch, capsys, tiny_folder):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.filterwarnings("ignore:rate .* is .* for a prompt of:kvjax.RateWarning")
 def test_rates_and_lengths_give_a_line_each(throughput, tmp_path):
     code, rows, err = throughput(
         *SMALL, "--rate", "v", "8", "--input-len", 60, 200, "--pool-tokens", 480,
@@ -47,6 +48,9 @@ def test_rates_and_lengths_give_a_line_each(throughput, tmp_path):
         assert sum(row["seconds_by_phase"].values()) == pytest.approx(row["seconds"], rel=0.2)
         assert row["num_blocks"] == 480 // 16 * TINY.num_layers * TINY.num_kv_heads
         assert row["preemptions"] == 0
+        # A rate of 8 keeps the floor of 128 tokens.
+        reached = 1 if row["rate"] is None else max(1, row["input_len"] / 128)
+        assert row["reached_rate"] == pytest.approx(reached)
     vanilla, compressed = rows[2:]
     assert vanilla["max_batch"] == vanilla["expected_batch"] == 2
     assert compressed["max_batch"] == compressed["expected_batch"] == 3

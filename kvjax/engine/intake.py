@@ -1,0 +1,191 @@
+"""What passes between the thread that owns the device and everybody else.
+
+Requests and aborts come from any thread and wait here for the next round; outputs that nobody was
+called with wait here for whoever steps next. All else in the engine belongs to the thread that
+steps.
+"""
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+from kvjax.cache.methods import Method
+from kvjax.engine.interrupts import held
+from kvjax.engine.request import Request, RequestOutput
+from kvjax.engine.text import RequestText
+from kvjax.engine.worker import decode_rule
+from kvjax.errors import UserError
+
+
+class Owner:
+    """At most one thread steps at a time, and never from within a step."""
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        self._thread = ""
+        self.in_round = False
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """For as long as it is open, only this thread steps.
+
+        Raises:
+            UserError: another thread does, or this one is inside a step.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise UserError(
+                f"{what}: thread {self._thread!r} is using this engine; let one thread step, "
+                "others may add and abort requests"
+            )
+        try:
+            if self.in_round:
+                raise UserError(
+                    f"{what} was called inside a callback of this engine: callbacks may add and "
+                    "abort requests, and no more"
+                )
+            self._thread = threading.current_thread().name
+            yield
+        finally:
+            self._lock.release()
+
+
+class Intake:
+    """Open requests by id, in the order they came."""
+
+    def __init__(self, max_waiting: int | None):
+        self._max_waiting = max_waiting
+        self._lock = threading.RLock()
+        self._new: list[Request] = []
+        self._aborts: list[Request] = []
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._numbers = itertools.count()
+        self._outbox: dict[str, RequestOutput] = {}
+        self.open: dict[str, tuple[Request, RequestText]] = {}
+        """Those whose end has not been told, by id."""
+        self.methods: Counter[Method] = Counter()
+        """How many of them have which method."""
+
+    def new_id(self) -> str:
+        """An id that no open request has."""
+        with self._lock:
+            return next(
+                name
+                for name in (f"request-{number}" for number in self._numbers)
+                if name not in self.open and name not in self._outbox
+            )
+
+    def add(self, request: Request, text: RequestText, waiting: int) -> None:
+        """Queue a request for the next round.
+
+        Args:
+            request: the request.
+            text: its text.
+            waiting: requests that wait already, those that came since the last round not counted.
+
+        Raises:
+            UserError: its id is in use, too many wait, or what decode steps add to its metrics is
+                not what they add to those of an open request.
+        """
+        rule = decode_rule(request.method)
+        with held(), self._lock:
+            if request.id in self.open or request.id in self._outbox:
+                raise UserError(f"request id {request.id!r} is in use: give another")
+            most = self._max_waiting
+            if most is not None and waiting + len(self._new) >= most:
+                raise UserError(f"{most} requests are waiting, which is max_waiting: come later")
+            for other in self.methods:
+                if rule is not None and decode_rule(other) not in (None, rule):
+                    raise UserError(
+                        f"method {request.method.name} observes decode steps in another way than "
+                        f"{other.name}, which is running: wait for it, or use two engines"
+                    )
+            self.open[request.id] = request, text
+            self.methods[request.method] += 1
+            self._new.append(request)
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.order, request))
+
+    def abort(self, request_id: str) -> None:
+        """Have a request end in the next round.
+
+        Raises:
+            UserError: there is no unfinished request of that id.
+        """
+        with held(), self._lock:
+            request, _ = self.open.get(request_id, (None, None))
+            if request is None or request.finish_reason is not None or request.aborted:
+                raise UserError(
+                    f"request id {request_id!r}: there is no unfinished request of that id"
+                )
+            request.aborted = True
+            self._aborts.append(request)
+
+    def abandon(self, request_id: str) -> None:
+        """`abort` for a caller that has gone: nobody waits for its output. Never raises."""
+        with held(), self._lock:
+            request, _ = self.open.get(request_id, (None, None))
+            if request is not None:
+                request.on_output, request.waits = None, False
+                with contextlib.suppress(UserError):
+                    self.abort(request_id)
+            self._outbox.pop(request_id, None)
+
+    def take_new(self) -> list[Request]:
+        """Requests that came since the last call."""
+        with self._lock:
+            new, self._new = self._new, []
+            return new
+
+    def take_aborted(self) -> list[Request]:
+        """Requests that were aborted since the last call and have not ended otherwise."""
+        with self._lock:
+            aborted, self._aborts = self._aborts, []
+        return [request for request in aborted if request.finish_reason is None]
+
+    def take_late(self, now: float) -> list[Request]:
+        """Requests whose deadline has passed."""
+        late = []
+        with self._lock:
+            while self._deadlines and self._deadlines[0][0] <= now:
+                request = heapq.heappop(self._deadlines)[-1]
+                if request.finish_reason is None:
+                    late.append(request)
+        return late
+
+    def close(self, request: Request) -> None:
+        """A request's end is being told."""
+        with self._lock:
+            if self.open.pop(request.id, None) is not None:
+                self.methods -= Counter([request.method])
+            if len(self._deadlines) > 2 * len(self.open) + 64:
+                # Ended requests need not stay in memory until their deadlines.
+                self._deadlines = [entry for entry in self._deadlines if entry[-1].id in self.open]
+                heapq.heapify(self._deadlines)
+
+    def take_all(self) -> list[tuple[Request, RequestText]]:
+        """All open requests, in the order they came, those of `take_new` among them."""
+        with self._lock:
+            self._new = []
+            return list(self.open.values())
+
+    def keep(self, output: RequestOutput) -> None:
+        """Keep an output for whoever steps next; one per request, with all its new text."""
+        with self._lock:
+            before = self._outbox.pop(output.request_id, None)
+            if before is not None:
+                output = dataclasses.replace(output, new_text=before.new_text + output.new_text)
+            self._outbox[output.request_id] = output
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """The outputs that wait."""
+        with self._lock:
+            outputs, self._outbox = self._outbox, {}
+            return list(outputs.values())
+
+    def __bool__(self) -> bool:
+        """Whether there is anything left to do or to tell."""
+        return bool(self.open or self._outbox)

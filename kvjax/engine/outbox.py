@@ -1,0 +1,71 @@
+"""Who is told what, and when: the outputs of a round, to callbacks or to wait for `step`."""
+
+import logging
+from collections.abc import Callable
+
+from kvjax.engine.intake import Intake
+from kvjax.engine.metrics import EngineMetrics
+from kvjax.engine.request import Request, RequestOutput
+from kvjax.errors import in_one_line
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Requests with something to tell."""
+
+    def __init__(self, intake: Intake, metrics: EngineMetrics, clock: Callable[[], float]):
+        self._intake, self._metrics, self._clock = intake, metrics, clock
+        self._news: dict[str, None] = {}
+        """Ids of requests with tokens or an end that has not been told, in order."""
+        self.told: list[RequestOutput] = []
+        """Outputs of this round that a callback has had, or that nobody waits for."""
+
+    def note(self, request: Request) -> None:
+        """A request has new tokens, or an end."""
+        self._news[request.id] = None
+
+    def tell(self) -> tuple[list[Request], BaseException | None]:
+        """The outputs of all requests that have something new.
+
+        Returns:
+            Requests that ended by it and still run on the device, and what interrupted a callback:
+            the round must come to its end before that is raised.
+        """
+        stopped, interruption = [], None
+        names, self._news = self._news, {}
+        for name in names:
+            request, text = self._intake.open[name]
+            ended = request.finish_reason is not None
+            try:
+                output = text.tell(request, self._clock())
+            except Exception as error:
+                log.error("the text of request %r ends", name, exc_info=error)
+                request.finish_reason, request.error = "error", in_one_line(error)
+                output = text.output(request, self._clock())
+            if output.finished:
+                self._intake.close(request)
+                self._metrics.ended(output.finish_reason, request.stats, len(request.tokens))
+            try:
+                self._deliver(request, output)
+            except Exception as error:
+                # Whoever raises ends its own request; the others go on.
+                log.warning("on_output of request %r raised", name, exc_info=error)
+                request.on_output = None
+                if request.finish_reason is None:
+                    request.finish_reason = "error"
+                    request.error = f"on_output raised {type(error).__name__}: {error}"
+                    self.note(request)
+            except BaseException as error:
+                interruption = interruption or error
+            if not ended and request.finish_reason is not None:
+                stopped.append(request)
+        return stopped, interruption
+
+    def _deliver(self, request: Request, output: RequestOutput) -> None:
+        if request.waits:
+            self._intake.keep(output)
+            return
+        self.told.append(output)
+        if request.on_output is not None:
+            request.on_output(output)
