@@ -32,9 +32,7 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an incomplete character, else nothing."""
-        text = self._emit(self._decoder.decode(b"", final=True))
-        self._decoder.reset()
-        return text
+        return self._emit(self._decoder.decode(b"", final=True))
 
     def _emit(self, text: str) -> str:
         if self._strip and text:

@@ -1,4 +1,4 @@
-"""The Llama decoder in bfloat16 against NumPy, and NumPy against transformers.
+"""The Llama decoder against NumPy, in bfloat16 above all, and NumPy against transformers.
 
 What a bfloat16 model must compute in float32 (norms, rotations, logits) shows in the first layer's
 queries and keys: done right, they are the oracle's to the bit but for sums whose order tips a
@@ -31,14 +31,11 @@ def test_the_oracle_equals_transformers(case):
     np.testing.assert_allclose(got, expected[0], rtol=0, atol=2.5e-4)
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", "qkv_bias"])
-def test_bfloat16(case):
-    hf, weights = tiny_models.CASES[case], tiny_models.tiny_weights(case)
-    config = config_from_hf(hf, case)
+def run(hf, weights, tokens, positions, dtype):
+    """Hidden states, logits, and rotated queries, rotated keys and values of every layer."""
+    config = config_from_hf(hf)
     params = params_from(config, weights.__getitem__)
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    tokens = tiny_models.tiny_tokens(case)[:1]
-    positions = START + np.arange(tokens.shape[1], dtype=np.int32)[None]
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
     def attend(carry, layer, q, k, v):
         wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -46,11 +43,32 @@ def test_bfloat16(case):
         return carry, out, (q, k, v)
 
     @jax.jit
-    def run(params, tokens):
+    def compute(params, tokens):
         hidden, _, aux = llama.forward(config, params, tokens, jnp.asarray(positions), attend, None)
         return hidden, llama.logits(config, params, hidden), aux
 
-    hidden, logits, aux = run(params, jnp.asarray(tokens))
+    return compute(params, jnp.asarray(tokens))
+
+
+def test_small_activations():
+    """So small that the norms divide by no more than epsilon's root."""
+    hf = tiny_models.CASES["qkv_bias"]
+    weights = dict(tiny_models.tiny_weights("qkv_bias"))
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * 1e-3
+    tokens = tiny_models.tiny_tokens("qkv_bias")[:1]
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    _, _, aux = run(hf, weights, tokens, positions, jnp.float32)
+    _, projected = oracle.forward(hf, weights, tokens[0], positions[0])
+    for got, want in zip(aux, projected[0], strict=True):
+        np.testing.assert_allclose(got[0, 0], want, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama3_rope", "qkv_bias"])
+def test_bfloat16(case):
+    hf, weights = tiny_models.CASES[case], tiny_models.tiny_weights(case)
+    tokens = tiny_models.tiny_tokens(case)[:1]
+    positions = START + np.arange(tokens.shape[1], dtype=np.int32)[None]
+    hidden, logits, aux = run(hf, weights, tokens, positions, jnp.bfloat16)
     expected, projected = oracle.forward(
         hf, weights, tokens[0], positions[0], dtype=ml_dtypes.bfloat16
     )

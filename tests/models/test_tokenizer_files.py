@@ -9,6 +9,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.models import vocabulary
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
+from kvjax.models.tokenizer_files import library_errors
 from tests.models.tokenizer_builders import write_byte_gguf, write_gguf, write_sentencepiece_gguf
 
 
@@ -44,6 +45,37 @@ def test_configurations_of_a_folder(tmp_path):
     (folder / "config.json").write_text('{"eos_token_id": 5}')
     assert Tokenizer.from_path(folder).eos_ids == {3, 4, 5}
     assert Tokenizer.from_path(folder / "tokenizer.json").eos_ids == {3, 4, 5}
+
+
+def test_end_tokens_of_gguf(tmp_path):
+    """The end of a text, of a turn and of a message, by what the file says of them."""
+    marks = ["<s>", "</s>", "<turn>", "<message>"]
+    tokens = [*vocabulary.byte_characters(), "ab", *marks]
+    types = [vocabulary.NORMAL] * 257 + [vocabulary.CONTROL] * 4
+    path = write_gguf(
+        tmp_path / "v.gguf",
+        tokens,
+        types,
+        merges=["a b"],
+        bos_token_id=257,
+        eos_token_id=258,
+        eot_token_id=259,
+        eom_token_id=260,
+    )
+    tokenizer = Tokenizer.from_path(path)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (257, {258, 259, 260})
+
+
+def test_panics_of_the_library():
+    """Rust's panics come as an exception of the library's own, which is none of Exception's."""
+
+    class PanicException(BaseException):
+        pass
+
+    with pytest.raises(UserError, match="malformed: index out of bounds"), library_errors():
+        raise PanicException("index out of\nbounds")
+    with pytest.raises(KeyboardInterrupt), library_errors():
+        raise KeyboardInterrupt
 
 
 def test_named_templates_and_template_files(tmp_path):

@@ -181,6 +181,17 @@ def test_chats_of_llama3(form, tmp_path):
     assert tokenizer.encode("Hi there", add_bos=tokenizer.adds_bos) == plain
 
 
+@pytest.mark.parametrize(("pre", "count"), [("llama-bpe", 1), ("smaug-bpe", 3)])
+def test_whole_words_need_no_merges(pre, count, tmp_path):
+    """Llama 3 takes a word that is a token as it is, even where no merges lead to it."""
+    tokens = [*vocabulary.byte_characters(), "ab", "xyz"]
+    types = [vocabulary.NORMAL] * len(tokens)
+    path = write_gguf(tmp_path / "v.gguf", tokens, types, merges=["a b"], pre=pre)
+    tokenizer = Tokenizer.from_path(path)
+    assert len(tokenizer.encode("xyz")) == count
+    assert len(tokenizer.encode("ab")) == 1
+
+
 @pytest.fixture(scope="module")
 def sentencepiece_model(texts: list[str]) -> bytes:
     """A BPE model as Llama 2's: byte fallback, no normalisation, a space before the first word."""

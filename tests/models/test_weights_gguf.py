@@ -17,7 +17,7 @@ from kvjax.errors import UserError
 from kvjax.models.config import RopeScaling, get_model_entry
 from kvjax.models.llama import abstract_params
 from kvjax.models.rope import rope_frequencies
-from kvjax.models.weights import config_from_gguf, load_params
+from kvjax.models.weights import config_from_gguf, fill, load_params
 from kvjax.models.weights.gguf import SUPPORTED_TYPES, dequantize
 from kvjax.models.weights.gguf_header import read_gguf_header
 from tests.models.checkpoints import (
@@ -93,6 +93,12 @@ def test_every_type(tmp_path: Path, type_name: str) -> None:
     assert type_name in {t.type_name for t in read_gguf_header(path).tensors.values()}
     _, params = load_params(path)
     assert_params(params, expected_params(CONFIG, values))
+
+
+def test_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of real models are read some rows at a time; these are small enough for one piece."""
+    monkeypatch.setattr(fill, "_PIECE", 1000)
+    assert_params(load_params(tiny)[1], expected_params(CONFIG, random_tensors(CONFIG)))
 
 
 @pytest.mark.parametrize("type_name", QUANTISED)

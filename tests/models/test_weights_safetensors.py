@@ -15,7 +15,7 @@ from flax import nnx
 
 from kvjax.errors import UserError
 from kvjax.models.llama import abstract_params, logical_axes
-from kvjax.models.weights import load_params
+from kvjax.models.weights import fill, load_params
 from tests.models.checkpoints import (
     CONFIG,
     assert_params,
@@ -57,6 +57,15 @@ def test_casts(tmp_path: Path, stored: str, wanted: str) -> None:
     expected = expected_params(CONFIG, {k: v.astype(wanted) for k, v in tensors.items()})
     assert {leaf[...].dtype for _, leaf in nnx.to_flat_state(params)} == {jnp.dtype(wanted)}
     assert_params(params, {path: value.astype(wanted) for path, value in expected.items()})
+
+
+def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of real models are read some rows at a time; these are small enough for one piece."""
+    config = dataclasses.replace(CONFIG, attention_bias=True)
+    tensors = random_tensors(config)
+    path = write_folder(tmp_path / "model", config, tensors)
+    monkeypatch.setattr(fill, "_PIECE", 1000)
+    assert_params(load_params(path)[1], expected_params(config, tensors))
 
 
 def test_tied_and_untied(tmp_path: Path) -> None:
