@@ -1,12 +1,17 @@
 """What every script of the project does alike: options, bad input, interruption, progress."""
 
 import argparse
+import contextlib
+import io
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from kvjax import startup
+from kvjax.checks import check_whole, shown
 from kvjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,8 +20,21 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+MOST_OF_A_MESSAGE = 1000
+"""Characters of an error that are printed."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """A parser whose complaints are one line."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse does, for arguments that may name files."""
+        given = sys.argv[1:] if args is None else args
+        if any("\0" in argument for argument in given):
+            raise UserError("an argument has a NUL byte in it: no file or model has such a name")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
@@ -55,12 +73,34 @@ def check_model_options(options: argparse.Namespace) -> None:
     """Refuse, before anything slow, what `add_model_options` reads and no model has.
 
     Raises:
-        UserError: there is no model of that name.
+        UserError: there is no model of that name, or the context length is no length.
     """
+    if options.context_length is not None:
+        check_whole("--context-length", options.context_length, 1)
     if options.model is not None:
         from kvjax.models.config import get_model_entry
 
         get_model_entry(options.model)
+
+
+def check_output_file(option: str, name: str) -> None:
+    """Refuse, before anything slow, a file that could not be written in the end.
+
+    Raises:
+        UserError: it is a folder, there is no such folder, or it may not be written.
+    """
+    path = Path(name)
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {shown(name)}: there is no such folder")
+    try:
+        if path.exists():
+            if not os.access(path, os.W_OK) or path.is_dir():
+                raise UserError(f"{option} {shown(name)}: it is there and cannot be written")
+            return
+        path.touch()
+        path.unlink()
+    except OSError as error:
+        raise UserError(f"{option} {shown(name)}: {error.strerror}") from error
 
 
 def load_chosen_model(
@@ -75,6 +115,7 @@ def load_chosen_model(
 
     from kvjax.models import load_model
 
+    startup.started()
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = load_model(
         options.model,
@@ -87,27 +128,93 @@ def load_chosen_model(
 
 
 def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None = None) -> int:
-    """Run a script and return its exit code: 2 with one line for bad input, 130 for Ctrl-C."""
+    """Run a script and return its exit code.
+
+    2 with one line for bad input and for output that cannot be written, 130 for Ctrl-C, 143 for
+    SIGTERM, 141 (as for SIGPIPE) where the reader of the output has gone.
+    """
     try:
-        return run(arguments)
+        code = startup.exit_code(run(arguments))
+        sys.stdout.flush()
+        return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _complain(str(error))
+    except KeyboardInterrupt as error:
+        kind = signal.SIGTERM if isinstance(error, startup.Terminated) else signal.SIGINT
+        _say(startup.WORDS[kind])
+        return 128 + kind
     except BrokenPipeError:
         # Whoever read the output has gone; there is nobody left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _give_up_stdout()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        # With a name it is a file that was given, without one it is what was written to.
+        what = error.strerror or str(error)
+        if error.filename is not None:
+            return _complain(f"{os.fsdecode(error.filename)}: {what}")
+        _give_up_stdout()
+        return _complain(f"cannot write the output: {what}")
 
 
-def run_script(run: Callable[[list[str] | None], int]) -> NoReturn:
-    """Run a script as the process's last act."""
-    code = main_of(run)
-    # All is said: a Ctrl-C while the interpreter shuts down would only print a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def run_script(run: Callable[[list[str] | None], int], *, lazy_imports: bool = False) -> NoReturn:
+    """Run a script as the process's last act.
+
+    Args:
+        run: its `main`.
+        lazy_imports: it imports JAX itself and calls `startup.started` (as `load_chosen_model`
+            does) once that is done; until then there is nothing that a signal could destroy.
+    """
+    startup.guard()
+    if not lazy_imports:
+        startup.started()
+    if not _open_streams():
+        code = _complain("stdout is closed: the result has nowhere to go")
+    else:
+        code = main_of(run)
+    startup.ending()
     sys.exit(code)
+
+
+def _complain(message: str) -> int:
+    """Print an error in one line; the exit code of bad input."""
+    line = " ".join(message.split())
+    if len(line) > MOST_OF_A_MESSAGE:
+        line = f"{line[: MOST_OF_A_MESSAGE // 2]} … {line[-MOST_OF_A_MESSAGE // 2 :]}"
+    _say(f"error: {line}")
+    return 2
+
+
+def _say(line: str) -> None:
+    """A line on stderr, if it can be had; what UTF-8 cannot write is escaped."""
+    with contextlib.suppress(OSError):
+        print(line.encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
+
+
+def _give_up_stdout() -> None:
+    """Let what is still buffered for stdout go nowhere, instead of failing at exit again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_streams() -> bool:
+    """Give the process the standard streams that it was started without; whether stdout was there.
+
+    Python leaves out what is closed: files would get its number, and print says nothing or prints
+    to another stream.
+    """
+    was_there = sys.stdout is not None
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A file name may hold bytes that are no UTF-8.
+            stream.reconfigure(errors="backslashreplace")
+    return was_there
 
 
 class Progress:

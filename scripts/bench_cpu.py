@@ -11,6 +11,10 @@ eviction grow with the prompt, and the bytes that the cache holds afterwards.
 are random: only their shapes matter here. The last line is one JSON object.
 """
 
+from kvjax.startup import guard
+
+guard(__name__)
+
 import argparse
 import dataclasses
 import functools
@@ -29,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CompressionConfig, compress, init_cache, schedule_evictions, write_prompt
-from kvjax.cli import ArgumentParser, Progress, run_script
+from kvjax.checks import check_whole
+from kvjax.cli import ArgumentParser, Progress, check_output_file, run_script
 from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
 from kvjax.engine.compilation import enable_compilation_cache
 from kvjax.errors import UserError
@@ -275,6 +280,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="also write the JSON object to a file")
     options = parser.parse_args(arguments)
+    check_whole("--length", options.length, 64, 10**6)
+    check_whole("--repeats", options.repeats, 1, 10**6)
+    CompressionConfig(rate=options.rate)
+    if options.json is not None:
+        check_output_file("--json", options.json)
     if jax.default_backend() != "cpu":
         raise UserError(f"this is a benchmark of the CPU, JAX runs on {jax.default_backend()}")
     enable_compilation_cache()

@@ -508,4 +508,4 @@ def summary(
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, lazy_imports=True)

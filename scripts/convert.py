@@ -15,6 +15,10 @@ The tokenizer comes along. The output folder appears whole or not at all: what a
 behind is cleared away by the next one.
 """
 
+from kvjax.startup import guard
+
+guard(__name__)
+
 import argparse
 import os
 import time

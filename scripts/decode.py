@@ -18,6 +18,10 @@ Other models, prompts and methods:
     python scripts/decode.py --model llama3.2-1b --dummy-weights --max-new-tokens 8
 """
 
+from kvjax.startup import guard
+
+guard(__name__)
+
 import argparse
 import dataclasses
 import json
@@ -25,7 +29,6 @@ import resource
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 from kvjax.cli import (
@@ -33,6 +36,7 @@ from kvjax.cli import (
     Progress,
     add_model_options,
     check_model_options,
+    check_output_file,
     load_chosen_model,
     run_script,
 )
@@ -41,6 +45,10 @@ from kvjax.errors import UserError
 TOPIC = "debugger"
 PROMPT_GRAIN = 256
 """Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
+MOST_PROMPT_BYTES = 1 << 26
+"""Far more than any model reads, and far less than /dev/zero has."""
+RATE_TOLERANCE = 0.1
+"""Share by which the rate that is reached may differ from the one that was asked for, unsaid."""
 QUESTION = "What is the command to continue execution until the next breakpoint?"
 
 
@@ -131,7 +139,10 @@ def read_prompt(options: argparse.Namespace) -> tuple[str, str | None]:
 
 def _read_text(name: str) -> str:
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        with sys.stdin.buffer if name == "-" else open(name, "rb") as stream:
+            data = stream.read(MOST_PROMPT_BYTES + 1)
+        if len(data) > MOST_PROMPT_BYTES:
+            raise UserError(f"{name} is longer than {MOST_PROMPT_BYTES >> 20} MB: shorten it")
         return data.decode()
     except UnicodeDecodeError as error:
         raise UserError(
@@ -155,6 +166,50 @@ def tokenise(options: argparse.Namespace, tokenizer: Any) -> list[int]:
     return tokenizer.chat(messages)
 
 
+def differs(rate: float, reached: float) -> bool:
+    """Whether a rate that is reached is another than was asked for."""
+    return abs(reached - rate) > RATE_TOLERANCE * rate
+
+
+def tell_reached_rate(compression: Any, prompt_tokens: int, block_size: int) -> None:
+    """Say, on stderr, where a prompt is not compressed as much as was asked for."""
+    rate, reached = compression.rate, compression.reached_rate(prompt_tokens, block_size)
+    if rate is None or not differs(rate, reached):
+        return
+    cap = compression.cap(prompt_tokens, block_size)
+    budget = f"of {cap} tokens" if cap is not None else "that holds all of it"
+    print(
+        f"warning: this prompt of {prompt_tokens} tokens is compressed {reached:.1f} times, not "
+        f"{rate:g}: a rate gives it a budget {budget}, at least {compression.floor} and in whole "
+        f"blocks of {block_size}; --max-cache-tokens sets it",
+        file=sys.stderr,
+    )
+
+
+class Shown:
+    """Where the text goes as it comes: stdout, or stderr beside --json.
+
+    Where stdout cannot be written any more, all of the text so far goes to stderr.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._text = ""
+        self.error: OSError | None = None
+
+    def __call__(self, text: str) -> None:
+        self._text += text
+        try:
+            print(text, end="", file=self._stream, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self._stream is sys.stderr:
+                raise
+            self._stream, self.error = sys.stderr, error
+            print(self._text, end="", file=sys.stderr, flush=True)
+
+
 def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
     """Everything there is to say about a run, as one JSON object."""
     stats, cache, compression = output.stats, llm.worker.cache, llm.compression
@@ -167,6 +222,7 @@ def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "weights": llm.model.source,
         "method": compression.method,
         "rate": compression.rate,
+        "reached_rate": compression.reached_rate(prompt_tokens, cache.block_size),
         "max_cache_tokens": compression.cap(prompt_tokens, cache.block_size),
         "dtype": str(cache.k.dtype),
         "block_size": cache.block_size,
@@ -210,6 +266,8 @@ def print_table(result: dict[str, Any]) -> None:
         return f"{count / 1e6:,.1f} MB"
 
     asked = f"rate {result['rate']:g}" if result["rate"] else f"{result['max_cache_tokens']} tokens"
+    if result["rate"] and differs(result["rate"], result["reached_rate"]):
+        asked += f" ({result['reached_rate']:.1f} reached)"
     if result["max_cache_tokens"] is None:
         asked = "nothing evicted"
     title = f"{result['model']}, {result['method']}, {asked}"
@@ -275,10 +333,18 @@ def main(arguments: list[str] | None = None) -> int:
         ignore_eos=options.ignore_eos,
     )
     check_model_options(options)
+    # Sizes that follow from the prompt come later.
+    EngineConfig(
+        max_batch=1,
+        block_size=options.block_size,
+        prefill_chunk=options.prefill_chunk,
+        prefill_scratch=options.prefill_chunk,
+        pool_tokens=options.pool_tokens,
+    )
     read = read_prompt(options)
     options.prompt, options.prompt_file, options.question = read[0], None, read[1]
-    if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
-        raise UserError(f"--plot {options.plot}: there is no such folder")
+    if options.plot is not None:
+        check_output_file("--plot", options.plot)
     enable_compilation_cache()
 
     model, _ = load_chosen_model(options, progress)
@@ -291,6 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"context of {model.config.name} is {limit}: shorten the prompt to "
             f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
         )
+    tell_reached_rate(compression, len(prompt), options.block_size)
     max_len = len(prompt) + sampling.max_tokens
     # One piece of at most --prefill-chunk tokens at a time; alone, nobody waits for it.
     chunk = min(options.prefill_chunk, -(-max_len // PROMPT_GRAIN) * PROMPT_GRAIN)
@@ -309,16 +376,16 @@ def main(arguments: list[str] | None = None) -> int:
         config = dataclasses.replace(config, pool_tokens=tokens)
     llm = LLM(model, compression, config)
     with warnings.catch_warnings():
-        # Said below, in the table.
+        # `tell_reached_rate` has said it.
         warnings.simplefilter("ignore", RateWarning)
         name = llm.add_request(prompt, sampling)
     progress("compile and prefill")
-    output, status, text_to = None, 0, sys.stderr if options.json else sys.stdout
+    output, status, show = None, 0, Shown(sys.stderr if options.json else sys.stdout)
     try:
         while llm.has_unfinished():
             for output in llm.step():
                 progress.clear()
-                print(output.new_text, end="", file=text_to, flush=True)
+                show(output.new_text)
             if output is None:
                 progress("compile and prefill", llm.prefilled(name), len(prompt))
     except KeyboardInterrupt:
@@ -326,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
         if output is None:
             raise
         status = 130
-    print(file=text_to, flush=True)
+    show("\n")
     assert output is not None
     found = llm.metrics.as_dict()
     for phase in ("compile", "prefill", "compress", "decode"):
@@ -338,13 +405,15 @@ def main(arguments: list[str] | None = None) -> int:
         )
     result = report(output, llm, seconds)
     print_table(result)
+    if options.json:
+        print(json.dumps(result, ensure_ascii=False), flush=True)
     if options.plot is not None:
         from kvjax.eval.plots import plot_kept
 
         title = f"{result['model']}, {result['method']}, {result['achieved_rate']:.1f}× fewer KVs"
         plot_kept(output.stats.kept, title, options.plot)
-    if options.json:
-        print(json.dumps(result, ensure_ascii=False))
+    if show.error is not None:
+        raise UserError(f"cannot write the text to stdout: {show.error.strerror}; it is above")
     if output.finish_reason == "pool":
         raise UserError(
             f"the pool of {llm.plan.num_blocks} blocks was full after {len(output.token_ids)} "
@@ -354,4 +423,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, lazy_imports=True)

@@ -360,4 +360,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, lazy_imports=True)

@@ -29,19 +29,16 @@ import dataclasses
 import fnmatch
 import json
 import os
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 import xml.etree.ElementTree
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -164,7 +161,7 @@ def slice_of(mutants: Sequence[Mutant], part: str) -> list[Mutant]:
 
 
 class Bench:
-    """Copies of a project in a temporary folder, and pytest run in them.
+    """Copies of a project in a temporary folder, and Python run in them.
 
     A context manager: leaving it ends what runs and removes the copies.
     """
@@ -172,79 +169,104 @@ class Bench:
     def __init__(self, root: Path, copies: int):
         self.root = root
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen] = set()
-        self._closed = False
-        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for i in range(copies):
-            self._free.put(self._folder / str(i) / root.name)
+        self._running: set[Run] = set()
+        self.free = [self._folder / str(i) / root.name for i in range(copies)]
 
     def __enter__(self) -> "Bench":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with _uninterrupted():
+            for run in self._running:
+                run.end()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    def close(self) -> None:
-        """End what runs and remove the copies; a second Ctrl-C has to wait for it."""
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with self._lock:
-            self._closed = True
-            running = list(self._running)
-        for process in running:
-            _end(process)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        signal.signal(signal.SIGINT, before)
+    def take_copy(self) -> Path:
+        """A copy of the project for one run; append it to `free` afterwards."""
+        folder = self.free.pop()
+        if not folder.exists():
+            shutil.copytree(self.root, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        return folder
 
-    @contextmanager
-    def copy(self) -> Iterator[Path]:
-        """A copy of the project that nobody else uses meanwhile."""
-        folder = self._free.get()
-        try:
-            if not folder.exists():
-                shutil.copytree(self.root, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
-            yield folder
-        finally:
-            self._free.put(folder)
-
-    def python(self, folder: Path, *arguments: str, seconds: float) -> tuple[int | None, str]:
-        """Exit code (None after `seconds`) and output of Python in a copy of the project."""
+    def start(self, folder: Path, *arguments: str, seconds: float) -> "Run":
+        """Start Python in a copy of the project, for so long at most."""
         data = self.root.parent / "shared" / "data"
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         if data.is_dir():
             environment.setdefault("KVJAX_DATA", str(data))
-        with tempfile.TemporaryFile() as output:
-            with self._lock:
-                if self._closed:
-                    return None, ""
-                process = subprocess.Popen(
-                    [sys.executable, *arguments],
-                    cwd=folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                self._running.add(process)
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                # Also what a test has started and left behind.
-                _end(process)
-                with self._lock:
-                    self._running.discard(process)
-            output.seek(0)
-            return code, output.read().decode(errors="replace")
+        with _uninterrupted():
+            run = Run(folder, arguments, environment, seconds)
+            self._running.add(run)
+        return run
+
+    def wait(self, run: "Run") -> tuple[int | None, str]:
+        """Exit code (None if it was ended for its time) and output."""
+        while not run.is_done():
+            time.sleep(0.02)
+        self._running.discard(run)
+        return run.code, run.output
 
 
-def _end(process: subprocess.Popen) -> None:
-    """End a process and all of its group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+class Run:
+    """A process in a copy of the project."""
+
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], environment: dict[str, str], seconds: float
+    ):
+        self.began = time.perf_counter()
+        self._seconds = seconds
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.code: int | None = None
+        """None while it runs, and if it was ended for its time."""
+        self.output = ""
+        self._ended = False
+
+    def is_done(self) -> bool:
+        """Whether it has ended, by itself or because its time was up."""
+        if not self._ended:
+            self.code = self._process.poll()
+            if self.code is None and time.perf_counter() - self.began < self._seconds:
+                return False
+            self.end()
+        return True
+
+    def end(self) -> None:
+        """End it and all that it has started and left behind; note what it has printed."""
+        if self._ended:
+            return
+        self._ended = True
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.seek(0)
+        self.output = self._output.read().decode(errors="replace")
+        self._output.close()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Keeps signals back for a moment in which something would be left behind."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def check_unmutated(bench: Bench, mutants: Sequence[Mutant]) -> tuple[dict[str, float], str]:
@@ -255,61 +277,75 @@ def check_unmutated(bench: Bench, mutants: Sequence[Mutant]) -> tuple[dict[str, 
     """
     items = sorted({item for mutant in mutants for item in mutant.tests})
     packages = sorted({Path(mutant.file).parts[0] for mutant in mutants})
-    with bench.copy() as folder:
-        for package in packages:
-            if not (folder / package / "__init__.py").is_file():
-                continue
-            where = f"import {package}; print({package}.__file__)"
-            _, found = bench.python(folder, "-c", where, seconds=600)
-            if not Path(found.strip()).is_relative_to(folder):
-                raise UserError(f"{package} is imported from elsewhere: {found.strip()}")
-        report = folder.parent / "report.xml"
-        report.unlink(missing_ok=True)
-        _, output = bench.python(
-            folder,
-            *(*PYTEST, "--continue-on-collection-errors"),
-            *(f"--junitxml={report}", "-o", "junit_family=xunit1", *items),
-            seconds=7200,
-        )
-        if not report.is_file():
-            return {}, output
-        seconds: dict[str, float] = {}
-        broken: set[str] = set()
-        for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-            file, name = case.get("file", ""), case.get("name", "")
-            holder = case.get("classname", "").rpartition(".")[2]
-            plain = name.partition("[")[0]
-            ids = (file, *(f"{file}::{n}" for n in (name, plain)))
-            ids += tuple(f"{file}::{holder}::{n}" for n in (name, plain)) + (f"{file}::{holder}",)
-            for item in {item for item in items if item in ids or _is_within(file, item)}:
-                if case.find("failure") is not None or case.find("error") is not None:
-                    broken.add(item)
-                if case.find("skipped") is None:
-                    seconds[item] = seconds.get(item, 0.0) + float(case.get("time", 0))
-        return {item: time for item, time in seconds.items() if item not in broken}, output
+    folder = bench.take_copy()
+    for package in packages:
+        if not (folder / package / "__init__.py").is_file():
+            continue
+        where = f"import {package}; print({package}.__file__)"
+        _, found = bench.wait(bench.start(folder, "-c", where, seconds=600))
+        if not Path(found.strip()).is_relative_to(folder):
+            raise UserError(f"{package} is imported from elsewhere: {found.strip()}")
+    report = folder.parent / "report.xml"
+    run = bench.start(
+        folder,
+        *(*PYTEST, "--continue-on-collection-errors"),
+        *(f"--junitxml={report}", "-o", "junit_family=xunit1", *items),
+        seconds=7200,
+    )
+    _, output = bench.wait(run)
+    bench.free.append(folder)
+    if not report.is_file():
+        return {}, output
+    seconds: dict[str, float] = {}
+    broken: set[str] = set()
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        file, name = case.get("file", ""), case.get("name", "")
+        holder = case.get("classname", "").rpartition(".")[2]
+        plain = name.partition("[")[0]
+        ids = (file, *(f"{file}::{n}" for n in (name, plain)))
+        ids += tuple(f"{file}::{holder}::{n}" for n in (name, plain)) + (f"{file}::{holder}",)
+        for item in {item for item in items if item in ids or _is_within(file, item)}:
+            if case.find("failure") is not None or case.find("error") is not None:
+                broken.add(item)
+            if case.find("skipped") is None:
+                seconds[item] = seconds.get(item, 0.0) + float(case.get("time", 0))
+    return {item: time for item, time in seconds.items() if item not in broken}, output
 
 
 def _is_within(file: str, folder: str) -> bool:
     return "::" not in folder and Path(file).is_relative_to(folder)
 
 
-def try_mutant(bench: Bench, mutant: Mutant, seconds: float) -> Outcome:
-    """Apply a mutant to a copy, run its tests, take it back."""
-    begin = time.perf_counter()
-    with bench.copy() as folder:
-        source = folder / mutant.file
-        if problem := fault(mutant, folder):
-            return Outcome(mutant, "ERROR", problem)
-        whole = source.read_text()
-        try:
-            _write(source, mutant.apply(whole))
-            code, output = bench.python(folder, *PYTEST, "-x", *mutant.tests, seconds=seconds)
-        finally:
-            if folder.exists():
-                _write(source, whole)
-    took = time.perf_counter() - begin
+@dataclasses.dataclass
+class Trial:
+    """A mutant in a copy of the project, and the run of its tests."""
+
+    mutant: Mutant
+    folder: Path
+    whole: str
+    """The file as it was."""
+    run: Run
+    seconds: float
+
+
+def start_trial(bench: Bench, mutant: Mutant, seconds: float) -> Trial:
+    """Apply a mutant to a copy and start its tests."""
+    folder = bench.take_copy()
+    source = folder / mutant.file
+    whole = source.read_text()
+    _write(source, mutant.apply(whole))
+    run = bench.start(folder, *PYTEST, "-x", *mutant.tests, seconds=seconds)
+    return Trial(mutant, folder, whole, run, seconds)
+
+
+def end_trial(bench: Bench, trial: Trial) -> Outcome:
+    """Take a mutant back whose tests have ended."""
+    mutant = trial.mutant
+    code, output = bench.wait(trial.run)
+    _write(trial.folder / mutant.file, trial.whole)
+    bench.free.append(trial.folder)
     if code is None:
-        verdict, detail = "killed", f"by timeout ({seconds:.0f} s)"
+        verdict, detail = "killed", f"by timeout ({trial.seconds:.0f} s)"
     elif code == PASSED:
         verdict, detail = "SURVIVED", " ".join(mutant.tests)
     elif code == NOTHING_RAN:
@@ -323,7 +359,7 @@ def try_mutant(bench: Bench, mutant: Mutant, seconds: float) -> Outcome:
         verdict, detail = "equivalent", mutant.equivalent
     elif mutant.equivalent and verdict == "killed":
         verdict, detail = "ERROR", f"is marked equivalent and was killed: {detail}"
-    return Outcome(mutant, verdict, detail, took)
+    return Outcome(mutant, verdict, detail, time.perf_counter() - trial.run.began)
 
 
 def _write(path: Path, text: str) -> None:
@@ -333,9 +369,7 @@ def _write(path: Path, text: str) -> None:
         stale.unlink(missing_ok=True)
 
 
-def try_all(
-    bench: Bench, mutants: Sequence[Mutant], jobs: int, least_seconds: float
-) -> Iterator[Outcome]:
+def try_all(bench: Bench, mutants: Sequence[Mutant], least_seconds: float) -> Iterator[Outcome]:
     """Outcomes in the order in which they come."""
     usable = []
     for mutant in mutants:
@@ -353,19 +387,16 @@ def try_all(
     for mutant in usable:
         if broken := [item for item in mutant.tests if item not in seconds]:
             yield Outcome(mutant, "ERROR", f"fails or does not run unmutated: {' '.join(broken)}")
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = []
-        for mutant in ready:
+    trials: list[Trial] = []
+    while ready or trials:
+        while ready and bench.free:
+            mutant = ready.pop(0)
             limit = least_seconds + 10 * sum(seconds[item] for item in mutant.tests)
-            futures.append(pool.submit(try_mutant, bench, mutant, limit))
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            bench.close()
-            raise
+            trials.append(start_trial(bench, mutant, limit))
+        for trial in [trial for trial in trials if trial.run.is_done()]:
+            trials.remove(trial)
+            yield end_trial(bench, trial)
+        time.sleep(0.02)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -415,7 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.perf_counter()
     outcomes: list[Outcome] = []
     with Bench(root, options.jobs) as bench:
-        for outcome in try_all(bench, mutants, options.jobs, options.timeout):
+        for outcome in try_all(bench, mutants, options.timeout):
             outcomes.append(outcome)
             count = f"[{len(outcomes)}/{len(mutants)}]"
             title, took = outcome.mutant.title, f"{outcome.seconds:.1f} s"

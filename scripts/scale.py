@@ -13,8 +13,12 @@ import json
 import sys
 from typing import Any
 
+from kvjax.checks import check_number
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
+
+MOST = 1e12
+"""Of anything that is given."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -37,8 +41,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="most KVs of a head, in multiples of the mean it keeps (%(default)s)")  # fmt: skip
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
-        if not isinstance(value, str) and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+        if not isinstance(value, str):
+            check_number(f"--{name.replace('_', '-')}", value, 0, MOST, above=True)
     return options
 
 

@@ -14,6 +14,10 @@ and the elapsed time beside the time that the machine's matrix rate and copy ban
 in the same run, would need. Each result is one line of JSON; the last line is the last result.
 """
 
+from kvjax.startup import guard
+
+guard(__name__)
+
 import argparse
 import json
 import sys
@@ -21,13 +25,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli import ArgumentParser, Progress, run_script
+from kvjax.checks import check_number, check_whole, shown
+from kvjax.cli import (
+    DTYPES,
+    ArgumentParser,
+    Progress,
+    check_output_file,
+    load_chosen_model,
+    run_script,
+)
 from kvjax.errors import UserError
 
 LENGTHS = [500, 1000, 2000, 4000, 6000, 8000, 10000, 12000]
 RATES = ["v", "1", "2", "4", "8", "16", "32", "64"]
 EMULATED = {"l4": 19_500, "h100": 40_000}
 """KV pools, in tokens, of the papers' two cards beside their models' weights."""
+
+MOST = 10_000_000
+"""Prompts, tokens, sequences: more than any machine serves."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -38,7 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="name of a model (what --weights holds; without both, smollm2-135m)")
     add("--weights", help="folder, GGUF file, Orbax checkpoint, or hub id")
     add("--dummy-weights", action="store_true", help="random weights of the true shapes")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and cache")
+    add("--dtype", choices=DTYPES, help="of weights and cache")
     add("--rate", nargs="+", default=RATES, help='compression rates, "v" for none (%(default)s)')
     add("--input-len", nargs="+", type=int, default=LENGTHS, help="prompt lengths (%(default)s)")
     add("--output-len", type=int, default=500, help="tokens of each answer (%(default)s)")
@@ -78,23 +93,54 @@ def compression_of(rate: str, method: str) -> Any:
     try:
         return CompressionConfig(method=method, rate=float(rate))
     except ValueError as error:
-        raise UserError(f'--rate {rate}: give numbers of at least 1, or "v"') from error
+        raise UserError(f'--rate {shown(rate)}: give numbers of at least 1, or "v"') from error
 
 
-def make_engine(model: Any, options: argparse.Namespace, compression: Any, max_len: int) -> Any:
+def check(options: argparse.Namespace) -> None:
+    """Refuse what can be refused without a model.
+
+    Raises:
+        UserError: a number is out of range, or a file cannot be written.
+    """
+    from kvjax.engine.sampling import SamplingParams
+
+    for name in ("num_prompts", "output_len", "max_batch"):
+        check_whole(f"--{name.replace('_', '-')}", getattr(options, name), 1, MOST)
+    for length in options.input_len:
+        check_whole("--input-len", length, 1, MOST)
+    if options.request_rate is not None:
+        check_number("--request-rate", options.request_rate, 0, above=True)
+    check_whole("--seed", options.seed, 0)
+    SamplingParams(temperature=options.temperature, max_tokens=options.output_len)
+    if options.emulate and options.pool_tokens is not None:
+        raise UserError("--emulate and --pool-tokens both size the pool: give one of them")
+    engine_config(options, max_len=None)
+    for rate in options.rate:
+        compression_of(rate, options.method)
+    if options.out is not None:
+        check_output_file("--out", options.out)
+    if options.plot_dir is not None and not Path(options.plot_dir).is_dir():
+        raise UserError(f"--plot-dir {shown(options.plot_dir)}: there is no such folder")
+
+
+def engine_config(options: argparse.Namespace, max_len: int | None) -> Any:
+    """The sizes of the engine for sequences of at most `max_len` tokens."""
     from kvjax.engine.config import EngineConfig
-    from kvjax.engine.llm import LLM
 
-    tokens = EMULATED[options.emulate] if options.emulate else options.pool_tokens
-    config = EngineConfig(
+    return EngineConfig(
         max_batch=min(options.max_batch, options.num_prompts),
         max_len=max_len,
         prefill_chunk=options.prefill_chunk,
         prefill_scratch=max(options.prefill_scratch, options.prefill_chunk),
         steps_per_visit=options.steps_per_visit,
-        pool_tokens=tokens,
+        pool_tokens=EMULATED[options.emulate] if options.emulate else options.pool_tokens,
     )
-    return LLM(model, compression, config)
+
+
+def make_engine(model: Any, options: argparse.Namespace, compression: Any, max_len: int) -> Any:
+    from kvjax.engine.llm import LLM
+
+    return LLM(model, compression, engine_config(options, max_len))
 
 
 def expected_batch(llm: Any, compression: Any, input_len: int, output_len: int, most: int) -> int:
@@ -328,40 +374,18 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    for name in ("num_prompts", "output_len", "max_batch"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {getattr(options, name)}: give a number of at least 1")
-    if min(options.input_len) < 1:
-        raise UserError(f"--input-len {min(options.input_len)}: give numbers of at least 1")
-    if options.emulate and options.pool_tokens:
-        raise UserError("--emulate and --pool-tokens both size the pool: give one of them")
-    for rate in options.rate:
-        compression_of(rate, options.method)
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise UserError(f"--out {options.out}: there is no such folder")
-    if options.plot_dir and not Path(options.plot_dir).is_dir():
-        raise UserError(f"--plot-dir {options.plot_dir}: there is no such folder")
+    check(options)
 
-    import jax
     import numpy as np
     from throughput_work import REPEATED, Arrival, at_rate, read_trace, source_tokens
 
     from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.models import load_model
 
     trace = read_trace(options.trace, options.num_prompts) if options.trace else None
     enable_compilation_cache()
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
-        model = load_model(
-            options.model,
-            weights=options.weights,
-            dummy_weights=options.dummy_weights,
-            dtype=dtype,
-            progress=progress,
-        )
+        model, _ = load_chosen_model(options, progress)
         if options.repeated_word:
             source = np.asarray(model.tokenizer.encode(REPEATED)[:1], np.int32)
         else:
@@ -405,4 +429,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, lazy_imports=True)

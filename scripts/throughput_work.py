@@ -6,13 +6,17 @@ import datetime
 import gzip
 import io
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvjax.checks import check_number, check_whole
 from kvjax.errors import UserError
 
+MOST_CHARACTERS = 1 << 26
+"""Of a text; no run needs so many."""
 REPEATED = "hello"
 """The word that the papers' prompts repeat."""
 
@@ -35,9 +39,10 @@ def source_tokens(tokenizer: Any, prompt_file: str | None) -> np.ndarray:
         text = "\n\n".join(topics.values())
     else:
         try:
-            text = _opened(prompt_file).read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read --prompt-file {prompt_file}: {error}") from error
+            with _opened(prompt_file) as file:
+                text = file.read(MOST_CHARACTERS)
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read --prompt-file {_short(prompt_file, error)}") from error
     tokens = np.asarray(tokenizer.encode(text), np.int32)
     if len(tokens) < 2:
         raise UserError(f"--prompt-file {prompt_file} is too short: give a text of some pages")
@@ -72,19 +77,34 @@ def read_trace(name: str, limit: int) -> list[Arrival]:
         with _opened(name) as file:
             jsonl = name.removesuffix(".gz").endswith((".jsonl", ".json"))
             records = map(json.loads, file) if jsonl else csv.DictReader(file)
-            for record in records:
+            while True:
+                # Reading a row may fail as well as what it says.
                 number += 1
-                rows.append(_arrival(record))
+                record = next(records, None)
+                if record is None:
+                    break
+                row = _arrival(record)
+                check_number("seconds", row.seconds, 0)
+                check_whole("tokens of the prompt", row.input_len, 1)
+                check_whole("tokens of the answer", row.output_len, 1)
+                rows.append(row)
                 if len(rows) == limit:
                     break
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"--trace {name}, row {max(number, 1)}: {error!r}") from error
-    except OSError as error:
-        raise UserError(f"cannot read --trace {name}: {error}") from error
+    except UserError as error:
+        raise UserError(f"--trace {name}, row {number}: {error}") from error
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
+        raise UserError(f"--trace {name}, row {number}: {error!r}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read --trace {_short(name, error)}") from error
     if not rows:
         raise UserError(f"--trace {name} has no rows")
     first = rows[0].seconds
     return [dataclasses.replace(row, seconds=row.seconds - first) for row in rows]
+
+
+def _short(name: str, error: Exception) -> str:
+    """A file and what is wrong with it."""
+    return f"{name}: {getattr(error, 'strerror', None) or error}"
 
 
 def _opened(name: str) -> Any:

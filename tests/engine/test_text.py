@@ -78,10 +78,10 @@ def request_of(**sampling) -> Request:
     )
 
 
-def told(parts, **sampling) -> tuple[Request, list]:
+def told(parts, tokenizer=TOKENIZER, **sampling) -> tuple[Request, list]:
     """A request and its outputs, where tokens come in parts and the last part is the end."""
     request = request_of(logprobs=0, **sampling)
-    text = RequestText(TOKENIZER, request.sampling.stop)
+    text = RequestText(tokenizer, request.sampling.stop)
     outputs = []
     for at, part in enumerate(parts):
         request.tokens += part
@@ -131,6 +131,15 @@ def test_the_end_of_text_token_is_no_text(ignored):
     assert list(outputs[-1].token_ids) == tokens
     _, outputs = told([[*tokens, TINY_BOS, *ids("c")]], ignore_eos=True)
     assert outputs[-1].text == "abc"
+
+
+def test_a_word_that_ends_the_text_is_no_part_of_it():
+    """Unless it is to be ignored: some checkpoints end with a token that is no mark."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_ids = frozenset(ids("z"))
+    tokens = ids("abz")
+    assert told([tokens], tokenizer)[1][-1].text == "ab"
+    assert told([tokens], tokenizer, ignore_eos=True)[1][-1].text == "abz"
 
 
 def test_without_a_tokenizer_there_are_tokens_alone():

@@ -142,6 +142,131 @@ def test_bad_input_gets_one_line(tiny, arguments, says):
     assert "Traceback" not in err
 
 
+HOSTILE = [
+    ("--top-k", "3000000000"),
+    ("--prefill-chunk", "1000000000000"),
+    ("--stop", "\udcff"),
+    ("--top-k", "-1"),
+    ("--top-k", "9" * 5000),
+    ("--max-cache-tokens", "10000000000"),
+    ("--max-cache-tokens", "-1"),
+    ("--protected", "1000000000000"),
+    ("--protected", "-1"),
+    ("--sinks", "1000000000000"),
+    ("--sinks", "-1"),
+    ("--window", "1000000000000"),
+    ("--window", "0"),
+    ("--compress-every", "1000000000000"),
+    ("--context-length", "0"),
+    ("--context-length", "-5"),
+    ("--context-length", "100"),
+    ("--context-length", "10000000000000"),
+    ("--block-size", "0"),
+    ("--block-size", "-16"),
+    ("--block-size", "1099511627776"),
+    ("--prefill-chunk", "0"),
+    ("--prefill-chunk", "-1"),
+    ("--pool-tokens", "-1"),
+    ("--pool-tokens", "1000000000000000000000"),
+    ("--max-new-tokens", "-1"),
+    ("--max-new-tokens", "1000000000000"),
+    ("--rate", "nan"),
+    ("--rate", "inf"),
+    ("--rate", "-8"),
+    ("--rate", "1e400"),
+    ("--temperature", "nan"),
+    ("--temperature", "inf"),
+    ("--top-p", "nan"),
+    ("--top-p", "0"),
+    ("--min-p", "nan"),
+    ("--min-p", "-0.5"),
+    ("--seed", "-1"),
+    ("--seed", "1000000000000"),
+    ("--stop", ""),
+    ("--model", ""),
+    ("--model", "\udcff"),
+    ("--model", "a\nb"),
+    ("--weights", ""),
+    ("--weights", "\udcff"),
+    ("--weights", "x" * 5000),
+    ("--weights", "x/" * 3000),
+    ("--weights", "a\0b"),
+    ("--weights", "/dev/null"),
+    ("--method", ""),
+    ("--method", "\udcff\n"),
+    ("--dtype", "float8"),
+    ("--prompt", "\udcff"),
+    ("--prompt", "a\0b"),
+    ("--question", "\udcff"),
+    ("--system", "\udcff"),
+    ("--prompt-file", "a\0b"),
+    ("--prompt-file", "x" * 5000),
+    ("--prompt-file", "\udcff"),
+    ("--prompt-file", "/dev/zero"),
+    ("--plot", "x" * 5000 + ".png"),
+    ("--plot", "/dev/null/kept.png"),
+    ("\udcff",),
+    ("--no\nsense",),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments", HOSTILE, ids=lambda a: " ".join(a)[:30].encode("unicode_escape").decode()
+)
+def test_no_argument_is_worth_a_traceback(tiny, arguments):
+    prompt = None if arguments[0] in ("--prompt", "--prompt-file") else TEXT
+    code, out, err = tiny(*arguments, prompt=prompt)
+    assert code == 2
+    assert out == ""
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert len(last) < 1100
+    assert "Traceback" not in err
+
+
+def test_a_rate_that_is_not_reached_is_told(tiny):
+    """A prompt of 636 tokens keeps 128 at least: 5 times fewer, whatever is asked for."""
+    for rate, told in ((32, True), (8, True), (5, False), (4.2, False)):
+        code, out, err = tiny("--rate", rate, "--json")
+        assert code == 0
+        result = json.loads(out)
+        reached = max(1.0, len(TEXT) / (result["max_cache_tokens"] // 16 * 16))
+        assert result["reached_rate"] == pytest.approx(reached)
+        lines = [line for line in err.splitlines() if line.startswith("warning: ")]
+        assert len(lines) == (1 if told else 0)
+        if told:
+            assert "compressed 5.0 times" in lines[0]
+            assert f"not {rate}" in lines[0]
+            assert "(5.0 reached)" in err
+    assert "warning" not in tiny("--max-cache-tokens", 64)[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--window", "1"),
+        ("--window", "1000000000"),
+        ("--max-cache-tokens", "1000000000"),
+        ("--top-k", "1000000000"),
+        ("--method", "kv-compress", "--window", "1"),
+        ("--rate", "1"),
+        ("--rate", "1000000000"),
+        ("--context-length", "1000000000"),
+        ("--compress-every", "1000000000"),
+        ("--prefill-chunk", "1000000000"),
+        ("--block-size", "1024"),
+    ],
+)
+def test_large_and_small_numbers_work_or_are_refused(tiny, arguments):
+    code, out, err = tiny(*arguments)
+    assert "Traceback" not in err
+    if code == 0:
+        assert out.strip()
+    else:
+        assert code == 2
+        assert err.strip().splitlines()[-1].startswith("error: ")
+
+
 def test_bad_files_get_one_line(tiny, tmp_path):
     latin = tmp_path / "latin.txt"
     latin.write_bytes("caf\xe9".encode("latin-1"))
@@ -165,7 +290,8 @@ def test_without_weights_the_ways_to_get_them_are_named(capsys, monkeypatch):
         assert way in last
 
 
-def test_an_interruption_leaves_text_and_table(tiny_folder):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_leaves_text_and_table(tiny_folder, number, code):
     command = [sys.executable, SCRIPTS / "decode.py", "--weights", tiny_folder, "--prompt", TEXT]
     process = subprocess.Popen(
         [*map(str, command), "--max-new-tokens", "1200", "--ignore-eos", "--json"],
@@ -179,13 +305,13 @@ def test_an_interruption_leaves_text_and_table(tiny_folder):
         if line.startswith("prefill"):
             break
     process.stderr.read(1)  # the first character of the answer
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
-    if process.returncode == 130 and out:
+    if process.returncode == code and out:
         result = json.loads(out)
         assert result["finish_reason"] == "interrupted"
         assert 1 <= result["generated_tokens"] < 1200
     else:
         # A fast machine may be done, a slow one may still be at the prompt.
-        assert process.returncode in (0, 130)
+        assert process.returncode in (0, code)

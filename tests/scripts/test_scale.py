@@ -60,11 +60,24 @@ def test_the_largest_case_fits_and_devices_share_it(scale):
     assert not scale("--devices", 1)[1]["fits"]
 
 
+def test_the_largest_numbers_are_still_arithmetic(scale):
+    for name in ("prompt-len", "block-size"):
+        assert scale(f"--{name}", 10**9)[0] == 0
+    names = ("sequences", "output-len", "rate", "prefill-chunk", "device-gib", "weight-bytes")
+    for name in (*names, "kv-bytes", "longest-head"):
+        assert scale(f"--{name}", 10**12)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("--devices", 3), "give a divisor"),
         (("--rate", 0), "--rate 0"),
+        (("--rate", "nan"), "--rate nan"),
+        (("--longest-head", "inf"), "--longest-head inf"),
+        (("--devices", -1), "--devices -1"),
+        (("--sequences", 10**30), "--sequences 10"),
+        (("--prompt-len", "x"), "'x'"),
         (("--model", "llama9"), "llama9"),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_scaled_trace_has_the_rate_asked_for(throughput):
 
 
 BAD = [
-    (("--rate", "fast"), "--rate fast"),
+    (("--rate", "fast"), "--rate 'fast'"),
     (("--rate", "0.5"), "rate 0.5"),
     (("--input-len", "0"), "--input-len 0"),
     (("--num-prompts", "0"), "--num-prompts 0"),
@@ -120,9 +120,26 @@ BAD = [
     (("--emulate", "l4", "--pool-tokens", "5"), "--emulate and --pool-tokens"),
     (("--method", "kv-compres", "--rate", "8"), "did you mean kv-compress"),
     (("--trace", "nowhere.csv"), "cannot read --trace nowhere.csv"),
-    (("--out", "nowhere/rows.jsonl"), "--out nowhere/rows.jsonl"),
+    (("--out", "nowhere/rows.jsonl"), "--out 'nowhere/rows.jsonl'"),
     (("--prompt-file", "nowhere.txt"), "cannot read --prompt-file nowhere.txt"),
     (("--rate", "v", "--input-len", "200", "--pool-tokens", "64"), "give a pool of 208 tokens"),
+    (("--rate", "nan"), "rate nan"),
+    (("--rate", "\udcff"), "--rate"),
+    (("--input-len", "1000000000000"), "--input-len 1000000000000"),
+    (("--num-prompts", "1000000000000"), "--num-prompts"),
+    (("--max-batch", "-1"), "--max-batch -1"),
+    (("--pool-tokens", "0"), "pool_tokens 0"),
+    (("--prefill-chunk", "0"), "prefill_chunk 0"),
+    (("--steps-per-visit", "0"), "steps_per_visit 0"),
+    (("--temperature", "nan"), "temperature nan"),
+    (("--request-rate", "nan"), "--request-rate nan"),
+    (("--request-rate", "0"), "--request-rate 0"),
+    (("--seed", "-1"), "--seed -1"),
+    (("--plot-dir", "x" * 5000), "File name too long"),
+    (("--out", "x" * 5000), "File name too long"),
+    (("--out", "."), "--out '.'"),
+    (("--trace", "x" * 5000), "File name too long"),
+    (("--prompt-file", "/dev/null"), "too short"),
 ]
 
 
@@ -137,9 +154,42 @@ def test_bad_input_gets_one_line(throughput, arguments, says):
     assert "Traceback" not in err
 
 
-def test_a_malformed_trace_names_the_row(throughput, tmp_path):
-    trace = tmp_path / "bad.csv"
-    trace.write_text("prompt_tokens,output_tokens\n10,5\nten,5\n")
+LENGTHS = "prompt_tokens,output_tokens\n10,5\n"
+JSON = '{"timestamp": 0, "input_length": 37, "output_length": 4}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", LENGTHS + "ten,5\n"),
+        ("a.csv", LENGTHS + "0,5\n"),
+        ("a.csv", LENGTHS + "5,-1\n"),
+        ("a.csv", LENGTHS + "5,9999999999999\n"),
+        ("a.csv", LENGTHS + "5\n"),
+        ("a.csv", LENGTHS + "9" * 200_000 + ",5\n"),
+        ("a.jsonl", JSON + "[]\n"),
+        ("a.jsonl", JSON + "[" * 100_000 + "\n"),
+        ("a.jsonl", JSON + JSON.replace("0", "NaN")),
+        ("a.jsonl", JSON + JSON.replace("37", "Infinity")),
+        ("a.jsonl", JSON + JSON.replace("37", "9" * 5000)),
+    ],
+)
+def test_a_malformed_trace_names_the_row(throughput, tmp_path, name, text):
+    trace = tmp_path / name
+    trace.write_text(text)
     code, _, err = throughput(*SMALL, "--trace", trace)
     assert code == 2
-    assert "row 2" in err.splitlines()[-1]
+    (line,) = err.splitlines()
+    assert "row 2: " in line
+    assert len(line) < 1100
+
+
+def test_a_damaged_archive_is_named(throughput, tmp_path):
+    whole = gzip.compress(LENGTHS.encode() * 100)
+    for number, data in enumerate((b"no archive", whole[:20], whole[:30] + b"x" + whole[31:])):
+        trace = tmp_path / f"{number}.csv.gz"
+        trace.write_bytes(data)
+        code, _, err = throughput(*SMALL, "--trace", trace)
+        assert code == 2
+        (line,) = err.splitlines()
+        assert trace.name in line

@@ -1,0 +1,93 @@
+"""Ctrl-C and SIGTERM end a command at any moment, also while it is still importing.
+
+A KeyboardInterrupt in the wrong place does not arrive: raised while an extension module is set up
+it ends the process with a dump, raised in a callback of the garbage collector (JAX has one) it is
+printed and forgotten. So a script's first lines are
+
+    from kvjax.startup import guard
+
+    guard(__name__)
+
+From then on a signal ends the process at once, with one word and the exit code that shells give
+it, until `started` says that there may be something to lose. After that it raises
+KeyboardInterrupt, again where nobody was told of it. Imports nothing that takes time.
+"""
+
+import _thread
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import NoReturn
+
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+_raised = 0
+"""The signal that has raised an exception; 0 for none."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def guard(name: str = "__main__") -> None:
+    """Take over the signals, in a process whose main module has this name."""
+    if name != "__main__":
+        return
+    for number in WORDS:
+        # What runs in the background of a shell script ignores Ctrl-C, and goes on to.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _leave)
+    sys.unraisablehook = _raise_again
+
+
+def started() -> None:
+    """Slow imports are done: from now on a signal raises KeyboardInterrupt or `Terminated`."""
+    _replace(_leave, _raise)
+
+
+def ending() -> None:
+    """All is said: a signal while the interpreter shuts down would only print a traceback."""
+    for known in (_leave, _raise):
+        _replace(known, signal.SIG_IGN)
+
+
+def exit_code(code: int) -> int:
+    """A command's exit code, or that of the signal that interrupted it."""
+    return 128 + _raised if _raised and code in (0, 128 + signal.SIGINT) else code
+
+
+def _replace(old, new) -> None:
+    for number in WORDS:
+        if signal.getsignal(number) is old:
+            signal.signal(number, new)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    try:
+        os.write(2, f"{WORDS[signal.Signals(number)]}\n".encode())
+    finally:
+        os._exit(128 + number)
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    global _raised
+    _raised = number
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def _raise_again(report) -> None:
+    """Bring back an interruption that came where exceptions are only printed."""
+    if not _raised or not issubclass(report.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(report)
+        return
+
+    main = _thread.get_ident()
+
+    def soon() -> None:
+        time.sleep(0.01)
+        # A signal of its own: `interrupt_main` would wait for what the thread waits for.
+        signal.pthread_kill(main, _raised)
+
+    _thread.start_new_thread(soon, ())

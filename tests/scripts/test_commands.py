@@ -1,0 +1,308 @@
+"""What all commands do alike: exit codes, streams closed or full, signals at any moment."""
+
+import errno
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax import startup
+from kvjax.cli import ArgumentParser, check_output_file, main_of
+from kvjax.errors import UserError
+from tests.scripts.conftest import SCRIPTS, load_script
+
+FULL = "/dev/full"
+"""A device on which no space is left, on Linux."""
+
+
+def raising(error: BaseException):
+    def run(arguments):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UserError("rate 0: give\nmore \n than 1"), 2, "error: rate 0: give more than 1\n"),
+        (UserError("bad \udcff"), 2, "error: bad \\udcff\n"),
+        (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: a.txt: No such file\n"),
+        (OSError("odd"), 2, "error: cannot write the output: odd\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (startup.Terminated(), 143, "terminated\n"),
+    ],
+)
+def test_each_end_has_its_line_and_exit_code(capsys, monkeypatch, error, code, says):
+    monkeypatch.setattr("sys.stdout", io.StringIO())  # has no descriptor to give up
+    assert main_of(raising(error)) == code
+    assert capsys.readouterr().err == says
+
+
+def test_a_long_message_keeps_its_beginning_and_its_end(capsys):
+    assert main_of(raising(UserError(f"{'x' * 5000} or give --weights"))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: xxx")
+    assert line.endswith(" or give --weights")
+    assert len(line) < 1100
+
+
+def test_programming_errors_are_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        main_of(raising(ZeroDivisionError()))
+
+
+def test_arguments_with_nul_are_refused():
+    parser = ArgumentParser()
+    parser.add_argument("--file")
+    with pytest.raises(UserError, match="NUL"):
+        parser.parse_args(["--file", "a\0b"])
+
+
+def test_a_file_that_cannot_be_written_is_refused_early(tmp_path):
+    check_output_file("--out", str(tmp_path / "new"))
+    assert list(tmp_path.iterdir()) == []
+    there = tmp_path / "there"
+    there.write_text("kept")
+    check_output_file("--out", str(there))
+    assert there.read_text() == "kept"
+    for wrong in (tmp_path, tmp_path / "no" / "folder", tmp_path / ("x" * 500), there / "in"):
+        with pytest.raises(UserError, match="--out"):
+            check_output_file("--out", str(wrong))
+
+
+# Programs of a few lines, each a process of its own. They do not wait for JAX.
+HELLO = """
+from kvjax.cli import run_script
+
+def main(arguments):
+    print("hello" * 2000)
+    return 0
+
+run_script(main)
+"""
+
+
+def python(program: str, *, shell: str = "", **options) -> subprocess.CompletedProcess:
+    """Run a program, with what a shell writes behind its command line."""
+    command = f'exec "$0" -c "$1" {shell}'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [(f">{FULL}", "error: cannot write the output: No space left"), (">&-", "stdout is closed")],
+)
+def test_output_that_goes_nowhere_is_an_error(shell, says):
+    done = python(HELLO, shell=shell)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert says in line
+
+
+def test_a_reader_that_has_gone_is_no_error_to_tell():
+    done = python(HELLO, shell="| true; exit ${PIPESTATUS[0]}", executable="/bin/bash")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_closed_streams_are_not_mistaken_for_others():
+    """What is said on stderr must not end up in stdout, nor in a file that got its number."""
+    program = """
+import os, sys
+from kvjax.cli import Progress, run_script
+
+def main(arguments):
+    file = os.open(sys.argv[0] if os.path.exists(sys.argv[0]) else os.devnull, os.O_RDONLY)
+    assert file > 2
+    with Progress() as progress:
+        progress("load")
+    print("note", file=sys.stderr)
+    print(len(sys.stdin.read()))
+    return 0
+
+run_script(main)
+"""
+    done = python(program, shell="<&- 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_a_name_that_is_no_utf8_can_be_printed():
+    program = """
+from kvjax.cli import run_script
+
+def main(arguments):
+    print("\\udcff")
+    return 0
+
+run_script(main)
+"""
+    done = python(program)
+    assert (done.returncode, done.stdout) == (0, "\\udcff\n")
+
+
+SIGNALS = pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+
+
+@SIGNALS
+def test_a_signal_while_importing_is_not_swallowed(number, code, word):
+    """Whatever catches it: here a bare except, in JAX callbacks and modules written in C++."""
+    program = f"""
+import os
+from kvjax.startup import guard
+guard("__main__")
+try:
+    os.kill(os.getpid(), {number})
+    for _ in range(10**9): pass
+except BaseException:
+    print("caught")
+"""
+    done = python(program)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{word}\n")
+
+
+@SIGNALS
+def test_a_signal_in_a_callback_comes_again(number, code, word):
+    """As one in JAX's callback of the garbage collector, where Python only prints it."""
+    program = f"""
+import gc, os, time
+from kvjax.cli import run_script
+
+def callback(*_):
+    if not told:
+        told.append(1)
+        os.kill(os.getpid(), {number})
+        for _ in range(10**6): pass
+
+def main(arguments):
+    gc.callbacks.append(callback)
+    gc.collect()
+    assert told
+    time.sleep(60)
+    return 0
+
+told = []
+run_script(main)
+"""
+    done = python(program)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{word}\n")
+
+
+@SIGNALS
+@pytest.mark.parametrize("status", [0, 130])
+def test_a_command_that_ends_in_its_own_time_says_what_ended_it(number, code, word, status):
+    program = f"""
+import os, time
+from kvjax.cli import run_script
+
+def main(arguments):
+    try:
+        os.kill(os.getpid(), {number})
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("what there is so far")
+    return {status}
+
+run_script(main)
+"""
+    done = python(program)
+    assert (done.returncode, done.stdout) == (code, "what there is so far\n")
+
+
+def test_what_a_shell_told_to_ignore_interruptions_does():
+    program = """
+import os, signal
+from kvjax.cli import run_script
+
+def main(arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    print("done")
+    return 0
+
+run_script(main)
+"""
+    done = python(f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{program}")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+def test_modules_that_are_imported_take_over_no_signals():
+    before = [signal.getsignal(number) for number in startup.WORDS]
+    startup.guard("throughput")
+    startup.started()
+    startup.ending()
+    assert [signal.getsignal(number) for number in startup.WORDS] == before
+
+
+@pytest.mark.skipif(not os.path.exists(FULL), reason=f"needs Linux: {FULL}")
+def test_text_that_stdout_does_not_take_is_not_lost(tiny_folder, capsys):
+    arguments = ["--weights", str(tiny_folder), "--ignore-eos", "--max-new-tokens", "6"]
+    arguments += ["--prompt", "once upon a time " * 9]
+    command = [sys.executable, SCRIPTS / "decode.py", *arguments]
+    with open(FULL, "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: cannot write the text to stdout: ")
+    assert "Traceback" not in done.stderr
+    assert main_of(load_script("decode").main, [*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["decode.py", "throughput.py", "convert.py"])
+def test_signals_at_random_moments(tiny_folder, tmp_path, script):
+    """From the first line of a script to its last, a signal ends it at once and says so."""
+    command = {
+        "decode.py": ("--weights", tiny_folder, "--prompt", "x" * 100, "--ignore-eos"),
+        "throughput.py": (
+            *("--weights", tiny_folder, "--rate", "v", "--input-len", "60", "--no-limits"),
+            *("--num-prompts", "4", "--output-len", "8", "--max-batch", "4"),
+        ),
+        "convert.py": (tiny_folder, tmp_path / "converted"),
+    }[script]
+    rng = random.Random(script)
+    seen = set()
+    for at in range(16):
+        number, code = ((signal.SIGINT, 130), (signal.SIGTERM, 143))[at % 2]
+        process = subprocess.Popen(
+            [sys.executable, "-X", "importtime", SCRIPTS / script, *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        # Before this line it is Python itself that starts.
+        for line in process.stderr:
+            if line.endswith("kvjax.startup\n"):
+                break
+        time.sleep(rng.uniform(0.03, 4.0))
+        process.send_signal(number)
+        began = time.monotonic()
+        lines = process.stderr.readlines()
+        said = [line for line in lines if not line.startswith("import time:")]
+        assert process.wait(60) in (0, code), (at, said)
+        assert not any("Traceback" in line or "ignored" in line for line in said), (at, said)
+        assert process.returncode == 0 or time.monotonic() - began < 30
+        seen.add(process.returncode)
+    assert {130, 143} <= seen
+
+
+def test_errors_of_the_system_have_a_number_or_a_name(capsys):
+    error = OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), b"x\xff" * 3000)
+    assert main_of(raising(error)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("File name too long")
