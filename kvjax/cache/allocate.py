@@ -142,7 +142,7 @@ class Plan:
         protected: Int32[Array, ""] | int,
     ) -> "Plan":
         """The plan for `keep` blocks of a sequence that has seen `seq_len` tokens."""
-        protected = jnp.asarray(protected, jnp.int32)
+        protected = jnp.maximum(jnp.asarray(protected, jnp.int32), 0)
         if method is None:
             return cls(protected, jnp.zeros(num_layers, jnp.float32))
         cap = keep.astype(jnp.float32) * block_size / (num_layers * num_heads)

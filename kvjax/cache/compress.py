@@ -50,7 +50,7 @@ def compress(
 
     Args:
         cache: the cache (donate it).
-        slots: sequence slots, each at most once; slots out of range are passed over.
+        slots: sequence slots; those out of range, and any that comes again, are passed over.
         keep_blocks: the budget of each, from `kvjax.cache.budget.budget_blocks`.
         protected: newest token positions that are never evicted, of each sequence or of all.
         sinks: oldest token positions that are never evicted.
@@ -64,7 +64,7 @@ def compress(
     schedule = schedule_evictions(
         cache,
         slots,
-        jnp.maximum(0, owned - jnp.asarray(keep_blocks, jnp.int32)),
+        jnp.maximum(0, owned - jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0)),
         protected=protected,
         sinks=sinks,
         method=method,
@@ -107,18 +107,24 @@ def write_survivors(
 
     Returns:
         The cache, what was evicted (G = 1), and ``ok``: False, and the cache unchanged, when the
-        blocks do not suffice.
+        blocks do not suffice, when there is no such slot or it is not empty, or when `length` is
+        out of range.
+
+    Raises:
+        ValueError: a shape does not fit the cache.
     """
     b = cache.block_size
     num_layers, num_tokens, num_heads, _ = k.shape
-    length = jnp.asarray(length, jnp.int32)
+    given = jnp.asarray(length, jnp.int32)
+    empty = cache.seq_len[slot] == 0
+    length = jnp.clip(given, 0, num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     heads = (num_layers, num_heads)
     context_len = jnp.broadcast_to(length, heads)
     observed = metric if isinstance(metric, Observed) else Observed(metric)
     metric = observed.metric
     owned = jnp.sum(blocks_for(context_len, b))
-    evict = jnp.maximum(0, owned - keep_blocks)
+    evict = jnp.maximum(0, owned - jnp.maximum(keep_blocks, 0))
     plan = Plan.of(method, *heads, b, owned - evict, length, protected)
     position = jnp.broadcast_to(token, metric.shape)
     keys, raw = method_keys(
@@ -141,6 +147,13 @@ def write_survivors(
         jnp.broadcast_to(token, rank.shape), mode="drop"
     )
     cache, ok = write_prompt(
-        cache, slot, k, v, metric, length, kept_index=kept_index, kept_len=length - count
+        cache,
+        slot,
+        k,
+        v,
+        metric,
+        jnp.where(empty, given, -1),
+        kept_index=kept_index,
+        kept_len=length - count,
     )
     return cache, CompressReport(jnp.sum(blocks)[None], shortfall[None]), ok

@@ -195,24 +195,37 @@ def _by_age(
     window, reads = observation.window, observation.reads
     assert window is not None
     assert reads is not None
+    window = min(window, q.shape[0])
+    newest = min(reads.queries, window)
+    common = {
+        "key_position": key_position,
+        "power": observation.power,
+        "excluded_distance": observation.excluded_distance,
+    }
     index = length - 1 - jnp.arange(window, dtype=jnp.int32)
+    # Zeros from queries that a short prompt lacks.
+    queries, position = q[jnp.maximum(index, 0)], jnp.where(index >= 0, start + index, -1)
+    decay = jnp.float32(observation.query_decay) ** jnp.arange(window, dtype=jnp.float32)
 
     def one(query, position):
-        return window_metrics(
-            query[None],
-            k,
-            query_position=position[None],
-            key_position=key_position,
-            power=observation.power,
-            excluded_distance=observation.excluded_distance,
-        )
+        return window_metrics(query[None], k, query_position=position[None], **common)
 
-    # Zeros from queries that a short prompt lacks.
-    given = jax.vmap(one)(q[jnp.maximum(index, 0)], jnp.where(index >= 0, start + index, -1))
-    given = given.reshape(window, k.shape[1], -1, k.shape[0])
-    decay = jnp.float32(observation.query_decay) ** jnp.arange(window, dtype=jnp.float32)
-    received = jnp.sum(given * decay[:, None, None, None], axis=0)
-    return jnp.swapaxes(jnp.max(given[: reads.queries], axis=2), 0, 1), received
+    given = jax.vmap(one)(queries[:newest], position[:newest])
+    received = jnp.sum(given * decay[:newest, None, None], axis=0)
+    if window > newest:
+        # The rest of a wide window is not held query by query.
+        received = received + window_metrics(
+            queries[newest:],
+            k,
+            query_position=position[newest:],
+            query_weight=decay[newest:],
+            **common,
+        )
+    shape = (k.shape[1], -1, k.shape[0])
+    given = jnp.max(given.reshape(newest, *shape), axis=2)
+    # A prompt of fewer tokens (static) than reads count.
+    given = jnp.pad(given, ((0, reads.queries - newest), (0, 0), (0, 0)))
+    return jnp.swapaxes(given, 0, 1), received.reshape(shape)
 
 
 def background(

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from kvjax.kernels.checks import wanted
+
 UNWRITTEN = -1
 """Token position of a KV slot that nothing was written to."""
 
@@ -162,9 +164,10 @@ def _grow(
     """
     b, n = cache.block_size, cache.num_blocks
     m = jnp.arange(table.shape[-1], dtype=jnp.int32)
-    have, want = blocks_for(old_len, b), blocks_for(new_len, b)
-    # Clipped so that absurd requests cannot overflow the sum below.
-    added = jnp.minimum(want, table.shape[-1] + 1) - have
+    # Clipped so that absurd requests overflow neither here nor in the sum below.
+    want = blocks_for(jnp.minimum(new_len, (table.shape[-1] + 1) * b), b)
+    have = blocks_for(old_len, b)
+    added = want - have
     ok = (jnp.sum(added) <= free_blocks(cache)) & jnp.all(want <= table.shape[-1])
     first = (jnp.cumsum(added.reshape(-1)) - added.reshape(-1)).reshape(added.shape)
     is_new = ok & (m >= have[..., None]) & (m < want[..., None])
@@ -215,22 +218,37 @@ def write_prompt(
         kept_len: how many entries of `kept_index` count, per head. Needs `kept_index`.
 
     Returns:
-        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice or
-        there is no such slot.
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice, when
+        there is no such slot, or when `length`, `kept_len` or `kept_index` is not what is said
+        above.
+
+    Raises:
+        ValueError: a shape does not fit the cache.
     """
     num_layers, num_tokens, num_heads, _ = k.shape
     b, n, big_m = cache.block_size, cache.num_blocks, cache.max_blocks
+    heads = (cache.num_layers, cache.num_kv_heads)
+    check_shape("k", k, (heads[0], num_tokens, heads[1], cache.head_dim))
+    check_shape("v", v, k.shape)
+    check_shape("metric", metric, (*heads, num_tokens))
     length = jnp.asarray(length, jnp.int32)
+    good = (jnp.asarray(slot) >= 0) & (jnp.asarray(slot) < cache.num_slots)
+    good &= (length >= 0) & (length <= num_tokens)
+    everything = kept_index is None and kept_len is None
     if kept_index is None:
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         kept_index = jnp.broadcast_to(tokens, (num_layers, num_heads, num_tokens))
     if kept_len is None:
-        kept_len = jnp.full((num_layers, num_heads), length, jnp.int32)
+        kept_len = jnp.full(heads, length, jnp.int32)
+    check_shape("kept_index", kept_index, (*heads, kept_index.shape[-1]))
+    check_shape("kept_len", kept_len, heads)
+    if not everything:
+        good &= _ascends(kept_index, kept_len, length)
     old_len, start = cache.context_len[slot], cache.seq_len[slot]
     new_len = old_len + kept_len
-    # A slot out of range would claim blocks that nobody then owns.
-    in_range = (jnp.asarray(slot) >= 0) & (jnp.asarray(slot) < cache.num_slots)
-    new_len = jnp.where(in_range, new_len, (big_m + 1) * b)
+    # More than any head can hold, for what must not be written: a slot out of range would claim
+    # blocks that nobody then owns.
+    new_len = jnp.where(good, new_len, (big_m + 1) * b)
     cache, table, ok = _grow(cache, cache.block_table[slot], old_len, new_len)
 
     def write_tokens(pools, layer):
@@ -268,6 +286,17 @@ def write_prompt(
     ), ok
 
 
+def _ascends(
+    index: Int32[Array, "L H P"], count: Int32[Array, "L H"], length: Int32[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether the first `count` entries of each head ascend from 0 on and stay below `length`."""
+    rank = jnp.arange(index.shape[-1], dtype=jnp.int32)
+    before = jnp.pad(index[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+    good = (index > before) & (index < length)
+    in_range = (count >= 0) & (count <= index.shape[-1])
+    return jnp.all(in_range) & jnp.all(good | (rank >= count[..., None]))
+
+
 def begin_append(
     cache: PagedCache, active: Bool[Array, " S"]
 ) -> tuple[PagedCache, Bool[Array, ""]]:
@@ -279,8 +308,12 @@ def begin_append(
 
     Returns:
         The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+
+    Raises:
+        ValueError: `active` is not of the cache's slots.
     """
     b, n, big_m = cache.block_size, cache.num_blocks, cache.max_blocks
+    check_shape("active", active, cache.seq_len.shape)
     length = cache.context_len
     active = active[:, None, None]
     needs_block = active & (length % b == 0)
@@ -349,7 +382,13 @@ def append(
 
     Returns:
         The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+
+    Raises:
+        ValueError: a shape does not fit the cache.
     """
+    row = (cache.num_layers, cache.num_slots, cache.num_kv_heads, cache.head_dim)
+    check_shape("k", k, row)
+    check_shape("v", v, row)
     cache, ok = begin_append(cache, active)
     # All layers at once: (slot, layer) takes the part of the slot.
     num_slots, num_layers = cache.context_len.shape[:2]
@@ -370,7 +409,12 @@ def append(
 
 
 def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:
-    """Free every block of the marked slots and empty them."""
+    """Free every block of the marked slots and empty them.
+
+    Raises:
+        ValueError: `slots` is not of the cache's slots.
+    """
+    check_shape("slots", slots, cache.seq_len.shape)
     chosen = slots[:, None, None]
     ids = jnp.where(chosen[..., None], cache.block_table, cache.num_blocks)
     cache = drop_blocks(cache, ids)
@@ -383,6 +427,16 @@ def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:
 
 
 def valid_slots(cache: PagedCache, slots: Int32[Array, " G"]) -> Int32[Array, " G"]:
-    """The slots, with S (which every later scatter and gather passes over) for impossible ones."""
+    """The slots, with S (which every later scatter and gather passes over) for impossible ones.
+
+    A slot that comes again is impossible: two steps on the same blocks would break them.
+    """
     slots = jnp.asarray(slots, jnp.int32)
-    return jnp.where((slots >= 0) & (slots < cache.num_slots), slots, cache.num_slots)
+    again = jnp.any(jnp.tril(slots[:, None] == slots, -1), axis=1)
+    return jnp.where((slots >= 0) & (slots < cache.num_slots) & ~again, slots, cache.num_slots)
+
+
+def check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` unless an array has a shape; one that would broadcast has it not."""
+    if jnp.shape(x) != shape:
+        raise wanted(f"{name} shape", list(jnp.shape(x)), list(shape))

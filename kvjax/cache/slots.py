@@ -5,9 +5,18 @@ The pool is not touched: the part shares it, and what a step does to it holds fo
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from kvjax.cache.paged import PagedCache
+from kvjax.cache.paged import PagedCache, valid_slots
+
+
+def _present(cache: PagedCache, slots: Int32[Array, " G"], max_blocks: int) -> Int32[Array, " G"]:
+    """The slots, with S for those that cannot be a row of a part with so many columns."""
+    slots = valid_slots(cache, slots)
+    held = cache.context_len.at[slots].get(mode="fill", fill_value=0)
+    fits = jnp.max(held, axis=(1, 2)) <= max_blocks * cache.block_size
+    return jnp.where(fits, slots, cache.num_slots)
 
 
 def take_slots(
@@ -15,12 +24,16 @@ def take_slots(
 ) -> PagedCache:
     """The cache with only the rows of `slots`, in that order.
 
+    A slot out of range gives an empty row, and so does one that comes again or whose heads own
+    more than `max_blocks`: what is done to that row is lost.
+
     Args:
         cache: the cache.
-        slots: sequence slots, each at most once; one out of range gives an empty row.
-        max_blocks: columns of the block table (static); the slots' heads may own no more.
+        slots: sequence slots.
+        max_blocks: columns of the block table (static); all by default.
     """
     table = cache.block_table[..., :max_blocks]
+    slots = _present(cache, slots, table.shape[-1])
     return dataclasses.replace(
         cache,
         block_table=table.at[slots].get(mode="fill", fill_value=cache.num_blocks),
@@ -32,6 +45,7 @@ def take_slots(
 def put_slots(cache: PagedCache, slots: Int32[Array, " G"], part: PagedCache) -> PagedCache:
     """The cache after a step on `part`, which `take_slots` made of these slots."""
     columns = slice(0, part.max_blocks)
+    slots = _present(cache, slots, part.max_blocks)
     return dataclasses.replace(
         part,
         block_table=cache.block_table.at[slots, ..., columns].set(part.block_table, mode="drop"),

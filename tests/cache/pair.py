@@ -128,6 +128,11 @@ def poison(cache: kv.PagedCache, seed: int) -> kv.PagedCache:
     )
 
 
+def clean(cache: kv.PagedCache) -> kv.PagedCache:
+    """Without the garbage in the metrics of free blocks, which kvjax clears itself."""
+    return dataclasses.replace(cache, metric=jnp.where(cache.free[:, None], 0, cache.metric))
+
+
 def assert_well_formed(cache: kv.PagedCache) -> None:
     """Invariant 9 and clean metadata, checked without kvjax's own check."""
     c = host(cache)

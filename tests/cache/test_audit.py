@@ -1,6 +1,5 @@
 """Corrupted caches of every kind: kvjax's own check fails, and so does the audit beside it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import cache as kv
-from tests.cache.pair import Geometry, filled, host
+from tests.cache.pair import Geometry, clean, filled, host
 from tests.oracle.audit import audit
 
 GEOMETRY = Geometry(blocks=72)
@@ -19,10 +18,7 @@ def sound() -> kv.PagedCache:
     """Sequences of 16, 7 and 0 tokens, the first compressed: heads of several lengths."""
     pair = filled([16, 7, 0], GEOMETRY, seed=3)
     pair.compress([0], [9], protected=2)
-    free = host(pair.cache)["free"]
-    # The oracle pair fills what is empty with garbage.
-    metric = pair.cache.metric.at[free].set(0)
-    return dataclasses.replace(pair.cache, metric=metric)
+    return clean(pair.cache)
 
 
 Fields = dict[str, Any]

@@ -5,7 +5,6 @@ import math
 from fractions import Fraction
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -15,14 +14,8 @@ from kvjax.cache.methods.base import Allocation, Method, Observation, Reads, Rep
 from kvjax.errors import UserError
 from tests import oracle
 
-
-@pytest.fixture(autouse=True)
-def _as_users_call_it():
-    """Without the type checks that only tests have: what is wrong has to be found by the code."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
+# What is wrong has to be found by the code: users have no type checks.
+pytestmark = pytest.mark.usefixtures("unchecked_signatures")
 
 WHOLE = {
     "max_cache_tokens": (1, 2**31 - 1),

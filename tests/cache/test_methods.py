@@ -148,8 +148,9 @@ def test_the_oracle_knows_every_method():
 DEFAULT_WRAPPERS = ("kvcrush:snapkv", "kvcrush-mean:kv-compress", "kmeans:snapkv")
 
 
-def marked(name: str):
-    slow = ":" in name and name not in DEFAULT_WRAPPERS
+def marked(name: str, *others: str):
+    """The method as a parameter; wrappers but for a few, and `others`, run with `-m slow`."""
+    slow = name in others or (":" in name and name not in DEFAULT_WRAPPERS)
     return pytest.param(name, marks=pytest.mark.slow) if slow else name
 
 

@@ -8,6 +8,7 @@ from kvjax.cache.methods import METHODS
 from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
 from kvjax.kernels import window_metrics
 from tests import oracle
+from tests.oracle.scores import avg_pool
 
 TOKENS, HEADS, GROUP, D = 45, 2, 2, 8
 
@@ -68,25 +69,32 @@ def test_pool_metric(width):
     rows = np.random.default_rng(width).random((4, 20)).astype(np.float32)
     want = np.stack([oracle.max_pool(row, width) for row in rows])
     assert np.array_equal(pool_metric(jnp.asarray(rows), width), want)
+    mean = np.stack([avg_pool(row, width) for row in rows])
+    np.testing.assert_allclose(pool_metric(jnp.asarray(rows), width, "avg"), mean, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["max", "avg"])
 @pytest.mark.parametrize("width", [1, 3, 7])
-def test_pool_metric_at_scattered_positions(width):
+def test_pool_metric_at_scattered_positions(width, kind):
     """After moves keys lie in any order, with gaps: neighbours are near in tokens, not in slots."""
     rng = np.random.default_rng(width)
     position = np.stack([rng.permutation(30)[:16] for _ in range(HEADS)]).astype(np.int32)
     position[rng.random(position.shape) < 0.2] = -1
     metric = rng.random((HEADS, GROUP, 16)).astype(np.float32)
-    got = np.asarray(pool_metric_at(jnp.asarray(metric), jnp.asarray(position), width))
+    got = np.asarray(pool_metric_at(jnp.asarray(metric), jnp.asarray(position), width, kind))
     for (h, g, j), value in np.ndenumerate(got):
         if position[h, j] < 0:
             continue
         near = (position[h] >= 0) & (abs(position[h] - position[h, j]) <= width // 2)
-        assert value == metric[h, g, near].max()
+        if kind == "max":
+            assert value == metric[h, g, near].max()
+        else:  # what is absent counts as zero
+            assert value == pytest.approx(metric[h, g, near].sum() / width)
 
 
-def test_pool_metric_at_equals_pool_metric_where_nothing_is_missing():
+@pytest.mark.parametrize("kind", ["max", "avg"])
+def test_pool_metric_at_equals_pool_metric_where_nothing_is_missing(kind):
     rows = np.random.default_rng(0).random((HEADS, GROUP, 16)).astype(np.float32)
     position = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (HEADS, 16))
-    got = pool_metric_at(jnp.asarray(rows), position, 7)
-    assert np.array_equal(got, pool_metric(jnp.asarray(rows), 7))
+    got = pool_metric_at(jnp.asarray(rows), position, 7, kind)
+    np.testing.assert_allclose(got, pool_metric(jnp.asarray(rows), 7, kind), rtol=1e-6)

@@ -132,7 +132,8 @@ def test_background_is_the_mean_of_a_sample(length, log_sum):
 
 @pytest.mark.parametrize("held", [13, 40])
 def test_chunks_read_what_the_whole_prompt_reads(held):
-    """Without the background, whose sample is that of the last chunk."""
+    """Where heads hold everything, in whatever order. The background is that of the chunk alone:
+    tests/cache/test_chunks.py has it, and heads that do not hold everything."""
     observation = dataclasses.replace(METHOD.observation, background=0.0)  # type: ignore[type-var]
     method = dataclasses.replace(METHOD, observation=observation)
     length = 61
@@ -151,15 +152,18 @@ def test_chunks_read_what_the_whole_prompt_reads(held):
     np.testing.assert_allclose(got[..., held:length], want[..., held:length], rtol=1e-5, atol=1e-7)
 
 
-def test_the_background_of_a_chunk_knows_positions():
+def test_the_order_in_which_heads_hold_kvs_does_not_matter():
+    """The background's sample included: two orders give each token the same metric."""
     q, k = prompt(60, 1)
-    order = np.stack([[np.arange(20)[::-1] for _ in range(H)] for _ in range(L)])
-    got = in_chunk(METHOD, q, k, 20, 60, order)
-    assert np.isfinite(got).all()
-    assert (got[..., :20] > 0).all()
-    nothing = np.full_like(order, -1)
-    empty = in_chunk(METHOD, q, k, 20, 60, np.where(nothing < 0, order, 0))
-    assert np.array_equal(got, empty)
+    metrics = []
+    for order in (np.arange(20), np.random.default_rng(0).permutation(20)):
+        orders = np.broadcast_to(order, (L, H, 20))
+        got = in_chunk(METHOD, q, k, 20, 60, orders)
+        by_position = np.empty_like(got[..., :20])
+        np.put_along_axis(by_position, orders, got[..., :20], axis=2)
+        metrics.append(np.concatenate([by_position, got[..., 20:60]], axis=2))
+    np.testing.assert_allclose(metrics[0], metrics[1], rtol=1e-5, atol=1e-7)
+    assert (metrics[0][..., :20] > 0).all()
 
 
 def test_room_has_the_shape_of_what_is_observed():

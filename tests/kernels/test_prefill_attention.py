@@ -2,13 +2,14 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import Prefix, explain, prefill_attention
+from kvjax.kernels import Prefix, explain, prefill_attention, prefill_attention_with_log_sum
 from kvjax.kernels.prefill_attention import cudnn, reference, splash
 from tests.kernels.devices import A100, H200, TPU_V5E
 from tests.oracle import attend
@@ -125,14 +126,15 @@ def test_bad_arguments_are_named(place: int, wrong: tuple[int, ...], message: st
         explain(prefill_attention, *arguments[:3], prefix=prefix)
 
 
-def lowered(device, platform: str, d: int, with_prefix: bool) -> str:
+def lowered(device, platform: str, d: int, with_prefix: bool, *, log_sum: bool = False) -> str:
     """The program for a device that is not here."""
     held = jax.ShapeDtypeStruct((8, 512, d), jnp.bfloat16)
     length = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def call(q, k, v, held, length):
         prefix = Prefix(held, held, length) if with_prefix else None
-        return prefill_attention(q, k, v, prefix=prefix)
+        attention = prefill_attention_with_log_sum if log_sum else prefill_attention
+        return attention(q, k, v, prefix=prefix)
 
     with jax.sharding.use_abstract_mesh(device):
         traced = jax.jit(call).trace(*shapes(d), held, length)
@@ -141,13 +143,17 @@ def lowered(device, platform: str, d: int, with_prefix: bool) -> str:
 
 @pytest.mark.parametrize("with_prefix", [False, True], ids=["alone", "behind a prefix"])
 @pytest.mark.parametrize("d", [64, 80, 96, 128])
-def test_lowers_for_h200(d: int, with_prefix: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("log_sum", [False, True])
+def test_lowers_for_h200(d: int, with_prefix: bool, log_sum: bool, monkeypatch) -> None:
     """JAX asks the installed cuDNN for its version: there is none here."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
-    text = lowered(H200, "cuda", d, with_prefix)
-    assert text.count("__cudnn$fmhaSoftmax") >= 1 + with_prefix
+    text = lowered(H200, "cuda", d, with_prefix, log_sum=log_sum)
+    assert text.count("__cudnn$fmhaSoftmax") == 1 + with_prefix
+    # Without the mask of its own every token would see those after it.
+    masks = re.findall(r"mask_type\W+22\W+22(\w+?)\W", text)
+    assert masks == ["CAUSAL", "PADDING"][: 1 + with_prefix]
 
 
 @pytest.mark.parametrize("with_prefix", [False, True], ids=["alone", "behind a prefix"])

@@ -64,14 +64,16 @@ def test_a_sample_of_the_queries(tokens):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_padding_and_weights():
+@pytest.mark.parametrize("power", [1, 2])
+def test_padding_and_weights(power):
+    """A weight counts once, whatever the power."""
     tokens, length = 75, 60
     q, k, v = prompt(0, tokens)
     at = jnp.arange(tokens, dtype=jnp.int32)
     at = jnp.where(at < length, at, -1)
     weight = jnp.float32(0.9) ** jnp.arange(tokens, dtype=jnp.float32)[::-1]
     _, log_sum = prefill_attention_with_log_sum(q, k, v)
-    options = {"query_position": at, "query_weight": weight, "power": 1}
+    options = {"query_position": at, "query_weight": weight, "power": power}
     want = window_metrics(q, k, **options)
     got = window_metrics(q, k, log_sum=log_sum, **options)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tests.oracle.scores import (
     Prompt,
+    Scores,
     forgetting,
     h2o_rows,
     h2o_scores,
@@ -127,3 +128,39 @@ def _crushed(*, query_heads: bool) -> dict[str, Callable[[Prompt], Kept]]:
 KEEPS |= _crushed(query_heads=True)
 KEEPS_IN_POOL = KEEPS | _crushed(query_heads=False)
 """What a method keeps of a prompt that lies in the pool, where KV heads have one metric each."""
+
+FULL_L2 = kvc_scores(None, 2, 1, distance=10)
+SCORES: dict[str, Callable[[Prompt], Scores]] = {
+    "random": random_scores,
+    "streaming-llm": recency,
+    "key-norm": low_key_norm,
+    "h2o": h2o_scores,
+    "h2o-decode": h2o_scores,
+    "paged-h2o": h2o_scores,
+    "paged-h2o-openvino": h2o_scores,
+    "snapkv": SNAPKV,
+    "snapkv-w32": SNAPKV_W32,
+    "snapkv-w32-avg5": snapkv_scores(32, 5, "avg", group_first=False),
+    "snapkv-w64-avg5": snapkv_scores(64, 5, "avg", group_first=False),
+    "pyramidkv-exact": SNAPKV,
+    "pyramidkv-faithful": SNAPKV,
+    "ada-snapkv": SNAPKV_W32,
+    "ada-snapkv-a50": SNAPKV_W32,
+    "ada-pyramidkv": SNAPKV_W32,
+    "ada-snapkv-kvpress": snapkv_scores(64, 5, "avg", group_first=False),
+    "scissorhands": often_important,
+    "lazyeviction": hit_again,
+    "tova": newest_query,
+    "a2sf": forgetting(0.95),
+    "a2sf-f20": forgetting(0.2),
+    "wide-pool": wide_pool,
+    "shared-reads": shared_reads,
+    "kv-compress": kvc_scores(8, 2, 7),
+    "kv-compress-w8-l1": kvc_scores(8, 1, 7),
+    "kv-compress-w32-l2": kvc_scores(32, 2, 7),
+    "kv-compress-w32-l1": kvc_scores(32, 1, 7),
+    "kv-compress-full-l2": FULL_L2,
+    "kv-compress-continual": kvc_scores(32, 2, 7),
+}
+"""The metrics that a prompt's KVs come into the pool with; NaN where that decides nothing. What
+pages, ages and shared choices make of them, they make when something is evicted."""

@@ -87,8 +87,8 @@ def last(p: Prompt, window: int) -> range:
     return range(max(0, p.length - window), p.length)
 
 
-def random_scores(p: Prompt) -> Scores:
-    """Uniform numbers from a counter hashed with MurmurHash3's finaliser."""
+def random_number(layer: int, head: int, position: int) -> float:
+    """Uniform, from a counter hashed with MurmurHash3's finaliser."""
 
     def mixed(x: int) -> int:
         x ^= x >> 16
@@ -97,16 +97,18 @@ def random_scores(p: Prompt) -> Scores:
         x = x * 0xC2B2AE35 % 2**32
         return x ^ x >> 16
 
-    golden, scores = 0x9E3779B9, {}
-    for layer, head in p.names:
-        row = []
-        for position in range(p.length):
-            x = mixed(golden)
-            for part in (layer, head, position):
-                x = mixed(x ^ mixed((part + golden) % 2**32))
-            row.append((x >> 8) / 2**24)
-        scores[layer, head] = np.array(row)
-    return scores
+    golden = 0x9E3779B9
+    x = mixed(golden)
+    for part in (layer, head, int(position)):
+        x = mixed(x ^ mixed((part + golden) % 2**32))
+    return (x >> 8) / 2**24
+
+
+def random_scores(p: Prompt) -> Scores:
+    return {
+        name: np.array([random_number(*name, position) for position in range(p.length)])
+        for name in p.names
+    }
 
 
 def recency(p: Prompt) -> Scores:

@@ -1,0 +1,184 @@
+"""A further chunk of a prompt behind what heads hold, in any order, against the oracle.
+
+`shared-reads`, the default, and one method of each other rule; through the engine's own steps.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as kv
+from kvjax.cache.methods import METHODS, Method, get_method
+from kvjax.engine import steps, visits
+from tests.cache.pair import assert_identical, heads_of
+from tests.cache.stand_in import (
+    MODEL,
+    QUICKLY,
+    B,
+    D,
+    H,
+    L,
+    assert_close,
+    drawn,
+    holding,
+    metrics_of,
+    stand_in,  # noqa: F401
+)
+from tests.oracle.audit import audit
+from tests.oracle.chunks import METRICS, Chunk, pooled
+
+START, CHUNK, WIDTH, READ_AT = 58, 37, 40, 19
+"""Tokens before the chunk, tokens of it, those that run (the rest are padding); what is read."""
+PARAMS = drawn(2)
+# One head of the last layer reads a token that only heads of the first layer hold to be read.
+PARAMS["q"][1, START + CHUNK - 1, 3] = 4
+PARAMS["k"][1, READ_AT, 1] = 4
+
+pytestmark = pytest.mark.usefixtures("stand_in")
+
+
+@pytest.fixture(scope="module")
+def held() -> kv.PagedCache:
+    """Slot 1 holds part of 58 tokens, each head another part in no order; slot 0 something else."""
+    return holding(PARAMS, [11, START], seed=9, most=1.3)
+
+
+def contents(cache: kv.PagedCache) -> dict:
+    return {
+        at[1:]: (
+            np.array([x.position for x in kvs]),
+            np.array([x.k for x in kvs]),
+            np.array([x.v for x in kvs]),
+            np.array([x.metric for x in kvs]),
+        )
+        for at, kvs in heads_of(cache).items()
+        if at[0] == 1
+    }
+
+
+def chunk_of(held: dict) -> Chunk:
+    part = slice(START, START + CHUNK)
+    return Chunk.of(START, PARAMS["q"][:, part], PARAMS["k"][:, part], PARAMS["v"][:, part], held)
+
+
+@pytest.fixture(scope="module")
+def oracle(held) -> Chunk:
+    return chunk_of(contents(held))
+
+
+@cache
+def chunked(observation):
+    """One compiled step for all methods that observe the same."""
+    method = Method("", "", observation)
+
+    def step(params, cache, length):
+        slot, tokens = jnp.int32(1), jnp.zeros(WIDTH, jnp.int32)
+        return steps.prefill_chunk(MODEL, method, params, cache, slot, tokens, length)
+
+    return QUICKLY(step)
+
+
+def test_the_scenario_is_one(held, oracle):
+    """Heads hold different tokens out of order, one of them is read, and the chunk is ragged."""
+    at = {name: x[0].tolist() for name, x in contents(held).items()}
+    assert len({frozenset(x) for x in at.values()}) == L * H
+    assert all(x != sorted(x) for x in at.values())
+    assert not all(READ_AT in x for x in at.values())
+    assert any(READ_AT in x for x in at.values())
+    read = METRICS["shared-reads"](oracle)
+    assert all(READ_AT not in x or read[name][x.index(READ_AT)] > 10_000 for name, x in at.items())
+    assert (START + CHUNK) % B
+    assert WIDTH % B == 0
+
+
+def test_the_oracle_knows_every_rule():
+    """Pooling, windows and statistics of all methods but those that differ in a number only."""
+    known = {get_method(name).observation for name in METRICS}
+    like = {
+        "kv-compress-w8-l1",
+        "kv-compress-w32-l1",
+        "kv-compress-continual",
+        "snapkv-w32",
+        "snapkv-w64-avg5",
+    }
+    for name, method in METHODS.items():
+        base = METHODS[name.split(":")[-1]].observation
+        same = {METHODS[n].observation for n in like} | known
+        plain = ("full", "h2o-decode", "paged-h2o", "paged-h2o-openvino")
+        assert name.split(":")[-1] in plain or base in same, name
+        assert method.observation == base
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_chunk_measures_what_the_oracle_measures(held, oracle, name):
+    after, scores, ok = chunked(get_method(name).observation)(PARAMS, held, np.int32(CHUNK))
+    assert ok
+    assert audit(after) == []
+    want = METRICS[name](oracle)
+    got = metrics_of(after, 1)
+    for head, x in oracle.heads.items():
+        row = dict(zip(x.at.tolist(), want[head].tolist(), strict=True))
+        assert_close(got[head], row, f"{name}, head {head}")
+    out = np.concatenate([oracle.heads[at].out[:, -1].reshape(-1) for at in np.ndindex(L, H)])
+    np.testing.assert_allclose(scores, out, rtol=1e-4, atol=1e-5)
+    before, now = heads_of(held), heads_of(after)
+    for at, kvs in before.items():
+        if at[0] == 0:
+            assert [x.bits() for x in now[at]] == [x.bits() for x in kvs], "another slot"
+
+
+def test_a_chunk_of_impossible_length_is_refused(held):
+    step = chunked(get_method("h2o").observation)
+    for length in (-1, WIDTH + 1, 2**31 - 1):
+        after, _, ok = step(PARAMS, held, np.int32(length))
+        assert not ok
+        assert_identical(held, after, f"{length} tokens")
+
+
+@pytest.mark.parametrize("name", ["shared-reads", "a2sf"])
+def test_parts_of_a_prompt_in_a_scratch(name):
+    """Two parts, the second behind the first: nothing is missing and everything is in order."""
+    method = get_method(name)
+
+    @QUICKLY
+    def parts(params, lengths):
+        prompt = visits.empty_prompt(MODEL, 2 * WIDTH, jnp.float32)
+        tokens = jnp.zeros(WIDTH, jnp.int32)
+
+        def part(prompt, length):
+            prompt, scores = visits.prefill_part(MODEL, method, params, prompt, tokens, length)
+            return prompt, (prompt.metric, scores)
+
+        return jax.lax.scan(part, prompt, lengths)
+
+    lengths = np.array([29, CHUNK], np.int32)
+    prompt, (metric, scores) = parts(PARAMS, lengths)
+    none = {
+        at: (np.zeros(0, int), *(np.zeros((0, D)),) * 2, np.zeros(0)) for at in np.ndindex(L, H)
+    }
+    first = Chunk.of(0, *(PARAMS[x][:, :29] for x in "qkv"), held=none)
+    before = METRICS[name](first)
+    held = {
+        (layer, h): (
+            np.arange(29), PARAMS["k"][layer, :29, h], PARAMS["v"][layer, :29, h], before[layer, h]
+        )
+        for layer, h in np.ndindex(L, H)
+    }  # fmt: skip
+    rest = slice(29, 29 + CHUNK)
+    second = Chunk.of(29, *(PARAMS[x][:, rest] for x in "qkv"), held=held)
+    want = METRICS[name](second)
+    for at in np.ndindex(L, H):
+        np.testing.assert_allclose(metric[0][at][:29], before[at], rtol=2e-4, atol=2e-6)
+        got = np.asarray(metric[1][at])[: 29 + CHUNK]
+        np.testing.assert_allclose(got, want[at], rtol=2e-4, atol=2e-6)
+    out = np.concatenate([second.heads[at].out[:, -1].reshape(-1) for at in np.ndindex(L, H)])
+    np.testing.assert_allclose(scores[1], out, rtol=1e-4, atol=1e-5)
+    assert int(prompt.length) == 29 + CHUNK
+    assert np.array_equal(prompt.k[:, : 29 + CHUNK], PARAMS["k"][:, : 29 + CHUNK])
+
+
+def test_mean_pooling_counts_absent_keys_as_zero():
+    assert pooled(np.array([4, 0, 1]), np.array([6.0, 3.0, 9.0]), 3, "avg").tolist() == [2, 4, 4]

@@ -1,0 +1,110 @@
+"""The Hopper kernels wait for what they have to wait for.
+
+Interpreters run a copy where it is issued, so that no run on a CPU tells a missing wait from one
+that is there: where the race detector does not see it either, only the program text can. What is
+written down here is each kernel's protocol, in program order, once for every place in its code.
+Whoever changes a kernel changes it here, with a reason:
+
+- a tile is copied in (`in`) only once its stage was freed (`wait`), and used only once it is full;
+- a page beyond a head's end arrives (`arrive`) in place of its copy, twice: keys and values;
+- what was written to shared memory is committed before a copy or a tensor core reads it;
+- before shared memory that a copy out reads is written again, that copy is awaited (`drain`), and
+  all of them are before a program ends.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax.kernels import move_kvs, paged_attention
+from kvjax.kernels.paged_attention import spec
+from tests.kernels.devices import H200
+
+WORDS = {
+    "barrier_wait": "wait",
+    "barrier_arrive": "arrive",
+    "copy_gmem_to_smem": "in",
+    "copy_smem_to_gmem": "out",
+    "wait_smem_to_gmem": "drain",
+    "commit_smem": "commit",
+}
+
+
+def inner_jaxprs(eqn) -> Iterator:
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def words_of(jaxpr) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in WORDS:
+            yield WORDS[eqn.primitive.name]
+        for inner in inner_jaxprs(eqn):
+            yield from words_of(inner)
+
+
+def kernels_of(jaxpr) -> Iterator[tuple[str, str]]:
+    """Each kernel's name and its words, with how often each comes in a row."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mpmd_map" and eqn.params["name"]:
+            words = [(word, len(list(run))) for word, run in groupby(words_of_kernel(eqn))]
+            yield eqn.params["name"], " ".join(f"{word}{n if n > 1 else ''}" for word, n in words)
+            continue
+        for inner in inner_jaxprs(eqn):
+            yield from kernels_of(inner)
+
+
+def words_of_kernel(eqn) -> list[str]:
+    return [word for inner in inner_jaxprs(eqn) for word in words_of(inner)]
+
+
+def protocol(function, *arguments) -> dict[str, str]:
+    with jax.sharding.use_abstract_mesh(H200):
+        return dict(kernels_of(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+COPY = "wait in wait in2 arrive2 in2 arrive2 in2 arrive2 in2 arrive2 wait5"
+"""The warpgroup that copies: a query slot that is free, a stage that is free, four pages of keys
+and values each; at the end every phase of 3 stages and 2 query slots."""
+PAGES = 16
+"""Of one round of the kernels that take no stages."""
+
+
+@pytest.mark.parametrize("family", ["llama-3.1-8b", "float32 d=96"])
+@pytest.mark.parametrize("with_metric", [True, False])
+def test_paged_attention(family: str, with_metric: bool) -> None:
+    """In float32, halves are split and committed; 96 channels are written in two copies that
+    overlap: the second waits for the first."""
+    wide = "96" in family
+    twice = " out drain" if wide else ""
+    logits = "drain commit out" if with_metric else "commit"
+    head = f"wait2 {logits} wait commit arrive2 drain commit out drain{twice} {COPY}"
+    if wide:
+        head = head.replace("wait2 drain", "wait2 commit drain").replace(
+            "wait2 commit wait", "wait2 commit2 wait"
+        )
+    want = {"paged_attention": head, "paged_attention_merge": f"commit out drain{twice}"}
+    if with_metric:
+        pages = " ".join(["in arrive"] * PAGES)
+        want["paged_attention_squares"] = f"{pages} wait commit out{PAGES} drain"
+
+    def call(q, k, v, table, lengths, metric):
+        return paged_attention(
+            q, k, v, table, lengths, metric=metric, return_metric=with_metric
+        )  # fmt: skip
+
+    assert protocol(call, *spec.FAMILIES[family].arguments()) == want
+
+
+def test_move_kvs() -> None:
+    pool = jax.ShapeDtypeStruct((64, 16, 128), jnp.bfloat16)
+    rows, count = jax.ShapeDtypeStruct((8, 32), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    pages = " ".join(["in2 arrive2"] * PAGES)
+    want = {"move_kvs": f"{pages} wait out{2 * PAGES} drain"}
+    assert protocol(move_kvs, pool, pool, rows, rows, count) == want

@@ -1,0 +1,68 @@
+"""What decode steps do to the metrics of what a head holds, in plain NumPy, one step at a time.
+
+Written from the papers' and the authors' rules, by the methods' names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from tests.oracle.attention import attend
+from tests.oracle.kv import KV
+from tests.oracle.scores import random_number
+
+Added = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Given = Callable[[int, int, KV], float]
+
+
+def adding(power: int, keep: float = 1.0) -> Added:
+    """`keep` times what was there, and the step's attention of all heads of the group."""
+    return lambda before, p: keep * before + (p**power).sum(axis=0)
+
+
+ADDED: dict[str, Added] = {
+    "h2o-decode": adding(1),
+    "paged-h2o": adding(1),
+    "paged-h2o-openvino": adding(1),
+    "kv-compress-continual": adding(2),
+    "a2sf": adding(1, keep=0.95),
+    "a2sf-f20": adding(1, keep=0.2),
+    "tova": adding(1, keep=0.0),
+}
+"""Methods whose metrics change with every step, for all KVs of a head: old metrics [n] and the
+step's attention [r, n] to the new ones."""
+
+GIVEN: dict[str, Given] = {
+    "streaming-llm": lambda layer, head, kv: float(kv.position),
+    "random": lambda layer, head, kv: random_number(layer, head, kv.position),
+    "key-norm": lambda layer, head, kv: -math.sqrt(float((kv.k.astype(np.float64) ** 2).sum())),
+}
+"""Methods that give each KV its metric when it is written."""
+
+
+def decode_step(
+    name: str, kvs: list[KV], new: KV, q: np.ndarray, layer: int, head: int
+) -> tuple[list[KV], np.ndarray]:
+    """A head's KVs after a step of an observed sequence, and the attention output [r, d].
+
+    Args:
+        name: the method.
+        kvs: what the head holds, in any order.
+        new: the KV of the step's token, metric 0.
+        q: the queries of the head's group [r, d].
+        layer: index of the layer.
+        head: index of the KV head.
+    """
+    base = name.split(":")[-1]
+    if base in GIVEN:
+        new = replace(new, metric=GIVEN[base](layer, head, new))
+    kvs = [*kvs, new]
+    out, p = attend(q, np.array([x.k for x in kvs]), np.array([x.v for x in kvs]))
+    if base in ADDED:
+        metric = ADDED[base](np.array([x.metric for x in kvs]), p)
+        kvs = [replace(x, metric=float(m)) for x, m in zip(kvs, metric, strict=True)]
+    return kvs, out
