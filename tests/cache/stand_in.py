@@ -120,7 +120,7 @@ def holding(
         assert ok
     c = host(cache)
     for at in np.ndindex(*c["context_len"].shape):
-        index = np.arange(c["context_len"][at])
+        index = np.arange(int(c["context_len"][at]))
         block, offset = c["block_table"][at][index // B], index % B
         order = rng.permutation(index)
         for name in ("k", "v", "metric", "position"):

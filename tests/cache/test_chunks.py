@@ -156,9 +156,8 @@ def test_parts_of_a_prompt_in_a_scratch(name):
 
     lengths = np.array([29, CHUNK], np.int32)
     prompt, (metric, scores) = parts(PARAMS, lengths)
-    none = {
-        at: (np.zeros(0, int), *(np.zeros((0, D)),) * 2, np.zeros(0)) for at in np.ndindex(L, H)
-    }
+    nothing = (np.zeros(0, int), np.zeros((0, D)), np.zeros((0, D)), np.zeros(0))
+    none = dict.fromkeys(np.ndindex(L, H), nothing)
     first = Chunk.of(0, *(PARAMS[x][:, :29] for x in "qkv"), held=none)
     before = METRICS[name](first)
     held = {

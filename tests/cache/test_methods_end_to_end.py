@@ -56,7 +56,8 @@ T, CAP, STEPS = 112, 76, 9
 LENGTH = T - 3
 KEEP = kv.budget_blocks(CAP, L, H, B)
 PARAMS = drawn(3)
-PROMPT = Prompt(*(PARAMS[x][:, :LENGTH] for x in "qkv"), CAP, B)
+Q, K, V = (PARAMS[x][:, :LENGTH] for x in "qkv")
+PROMPT = Prompt(Q, K, V, CAP, B)
 
 
 @cache

@@ -8,7 +8,7 @@ rules, by the methods' names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,7 @@ class Chunk:
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
-        held: dict[Name, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]],
+        held: Mapping[Name, tuple[np.ndarray, ...]],
     ) -> Chunk:
         """From q [L, C, H·r, d], k and v [L, C, H, d], and each head's positions, keys, values and
         metrics."""
@@ -87,7 +87,8 @@ class Chunk:
 def last_queries(x: Held, window: int, power: int, decay: float = 1.0) -> np.ndarray:
     """Per query head [r, n]: the chunk's last queries, one n tokens before the end times decayⁿ."""
     newest_first = x.p[:, ::-1][:, :window] ** power
-    return sum(decay**age * newest_first[:, age] for age in range(newest_first.shape[1]))
+    weight = decay ** np.arange(newest_first.shape[1])
+    return (newest_first * weight[:, None]).sum(axis=1)
 
 
 def pooled(at: np.ndarray, row: np.ndarray, width: int, kind: str) -> np.ndarray:
@@ -103,8 +104,8 @@ def every(score: Callable[[Chunk, Name, Held], np.ndarray]) -> Callable[[Chunk],
 def kv_compress(window: int, power: int):
     """Pooled over 7 keys per query head, then added over the group."""
     return every(
-        lambda c, name, x: sum(
-            pooled(x.at, row, 7, "max") for row in last_queries(x, window, power)
+        lambda c, name, x: np.sum(
+            [pooled(x.at, row, 7, "max") for row in last_queries(x, window, power)], axis=0
         )
     )
 

@@ -290,8 +290,8 @@ def anchor_bits(kind: str, unit: int, bits: list[dict[int, bool]], candidates: s
         return np.random.default_rng(0).integers(0, 2, (unit, len(bits))).astype(bool)
     if kind == "alternating":
         return (np.arange(unit * len(bits)) % 2).reshape(unit, len(bits)).astype(bool)
-    anchors = np.zeros((unit, len(bits)), bool)
-    for offset in range(unit):
+    anchors = np.full((unit, len(bits)), kind == "ones")
+    for offset in range(unit if kind == "mean" else 0):
         here = [t for t in candidates if t % unit == offset]
         for g, row in enumerate(bits):
             anchors[offset, g] = 2 * sum(row[t] for t in here) > len(here)

@@ -1,0 +1,60 @@
+"""OpenVINO's rule of representatives and the paper's, on one small layer, against the oracle."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvjax.cache.methods.base import Allocation, Method, Observation, Representatives
+from kvjax.cache.representatives import evicted_kvs
+from tests.cache.stand_in import QUICKLY
+from tests.oracle.scores import Prompt
+from tests.oracle.selection import crush
+
+H, T, B, D = 2, 48, 4, 4
+GUARDED = set(range(4)) | set(range(T - 4, T))
+
+
+def layer(seed: int) -> tuple[np.ndarray, Prompt]:
+    """Metrics of the heads' KVs, and a prompt for what the oracle asks of its shape."""
+    rng = np.random.default_rng(seed)
+    none = np.zeros((1, T, H, D), np.float32)
+    return rng.random((H, T)).astype(np.float32), Prompt(none, none, none, 24, B)
+
+
+@pytest.mark.parametrize(
+    ("openvino", "unit", "anchor"),
+    [
+        (True, 1, "random"),
+        (True, 4, "mean"),
+        (False, 1, "mean"),
+        (False, 4, "alternating"),
+        (False, 1, "zeros"),
+        (False, 4, "ones"),
+    ],
+)
+def test_representatives_are_those_of_the_oracle(openvino, unit, anchor):
+    mode = "openvino" if openvino else "paper"
+    chosen = Representatives(share=0.5, mode=mode, anchor=anchor, unit=unit)
+    shared = Allocation("uniform", "uniform") if openvino else Allocation()
+    method = Method(
+        "", "", Observation(window=None), allocation=shared, shared=openvino,
+        representatives=chosen,
+    )  # fmt: skip
+    evicted = QUICKLY(partial(evicted_kvs, method))
+    for seed, kept in enumerate((3, 6, 9)):
+        metric, prompt = layer(seed)
+        if openvino:  # all heads of a layer keep the same, by one vector of metrics
+            metric[:] = metric.mean(axis=0)
+        guard = np.isin(np.arange(T), list(GUARDED))
+        keys = np.where(guard, np.inf, metric).astype(np.float32)
+        count = np.full(H, T - kept * B, np.int32)
+        threshold = np.sort(keys, axis=-1)[:, T - kept * B - 1]
+        position = np.broadcast_to(np.arange(T, dtype=np.int32), (H, T))
+        gone = evicted(keys, keys, position, np.full(H, T, np.int32), count, threshold)
+        scores = {(0, head): metric[head].astype(np.float64) for head in range(H)}
+        rule = crush(None, share=0.5, anchor=anchor, unit=unit, openvino=openvino)
+        want = rule(prompt, 0, scores, GUARDED, [kept] * H)
+        for head in range(H):
+            got = np.flatnonzero(~np.asarray(gone)[head]).tolist()
+            assert got == want[0, head], (openvino, unit, anchor, kept)
