@@ -24,6 +24,7 @@ from tests.models.tokenizer_builders import tiny_tokenizer
 
 several = settings(
     max_examples=60,
+    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 FILES = (

@@ -173,6 +173,8 @@ def test_chats_of_llama3(form, tmp_path):
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert tokenizer.render_chat(messages) == text
+    closed = tokenizer.render_chat(messages, add_generation_prompt=False)
+    assert closed == text[: text.rindex("<|start_header_id|>")]
     assert tokenizer.chat(messages) == oracle.encode(text, add_special_tokens=False).ids
     assert tokenizer.chat(messages).count(700) == 1
     assert tokenizer.adds_bos

@@ -265,11 +265,31 @@ def test_truncated(folder: Path) -> None:
     assert "no files.json" in failure(folder)
 
 
-def test_damaged(folder: Path) -> None:
+DEEP = "[" * 200_000
+DAMAGE = [
+    ("_CHECKPOINT_METADATA", DEEP),
+    ("_CHECKPOINT_METADATA", '{"a": ' + "9" * 100_000 + "}"),
+    ("state/_METADATA", DEEP),
+    ("state/_METADATA", '{"tree_metadata": Infinity}'),
+    ("state/_sharding", "[]"),
+    ("state/array_metadatas/process_0", DEEP),
+    ("state/array_metadatas/process_0", "[]"),
+    ("state/manifest.ocdbt", "{}"),
+]
+
+
+def test_damaged(folder: Path, tmp_path: Path) -> None:
     """Bytes overwritten inside the files: Orbax finds it, one line says it.
 
-    In a process of its own: Orbax's threads may complain of the same for some time after.
+    In a process of its own: of damaged arrays Orbax's threads may complain for some time after.
     """
+    folders = []
+    for number, (name, content) in enumerate(DAMAGE):
+        copy = Path(shutil.copytree(folder, tmp_path / str(number)))
+        (copy / "params" / name).write_text(content)
+        (copy / "files.json").write_text(json.dumps(orbax.file_sizes(copy / "params")))
+        folders.append(copy)
+    folders.append(folder)
     for file in large_files(folder):
         file.write_bytes(b"\xa5" * file.stat().st_size)
     script = textwrap.dedent(
@@ -277,17 +297,42 @@ def test_damaged(folder: Path) -> None:
         import sys
         from kvjax.errors import UserError
         from kvjax.models.weights import load_params
-        try:
-            load_params(sys.argv[1])
-        except UserError as error:
-            print(error)
+        for folder in sys.argv[1:]:
+            if folder == sys.argv[-1]:
+                print("now the arrays", file=sys.stderr)
+            try:
+                load_params(folder)
+                print(folder, "loads")
+            except UserError as error:
+                print(error)
         """
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-c", script, str(folder)]
+    command = [sys.executable, "-c", script, *map(str, folders)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "is damaged" in done.stdout
-    assert done.stdout.count("\n") == 1
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(folders)
+    for line, path in zip(lines, folders, strict=True):
+        assert str(path) in line
+        assert "is damaged" in line or "is missing" in line
+    assert done.stderr.startswith("now the arrays\n")
+
+
+def test_pipes_and_devices_below_params(folder: Path) -> None:
+    pipe = folder / "params" / "state" / "pipe"
+    os.mkfifo(pipe)
+    assert "neither a file nor a folder" in failure(folder)
+    pipe.unlink()
+    pipe.symlink_to("/dev/zero")
+    assert "neither a file nor a folder" in failure(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, "[]", '{"a\\u0000b": 1}', '{"\\ud800": Infinity}', '{"x": {}}', "3", "\xff"]
+)
+def test_list_of_files(content: str, folder: Path) -> None:
+    (folder / "files.json").write_text(content, encoding="latin-1")
+    assert failure(folder).isprintable()
 
 
 def test_without_arrays(folder: Path) -> None:

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from flax import nnx
 from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.models.config import LlamaConfig, config_from_hf
+from kvjax.models.files import find
 from kvjax.models.hub import Progress
 from kvjax.models.weights import fill
 from kvjax.models.weights.fill import ParamPath
@@ -89,9 +91,15 @@ def read_config(folder: Path) -> LlamaConfig:
 
 
 def file_sizes(params: Path) -> dict[str, int]:
-    """Bytes of every file below `params`, by its path there."""
-    files = sorted(path for path in params.rglob("*") if path.is_file())
-    return {path.relative_to(params).as_posix(): path.stat().st_size for path in files}
+    """Bytes of every file below `params`, by its path there.
+
+    Raises UserError for what is neither a file nor a folder: Orbax would wait for a pipe.
+    """
+    sizes = {}
+    for path in sorted(params.rglob("*")):
+        if (found := find(path, "the checkpoint's")) and path.is_file():
+            sizes[path.relative_to(params).as_posix()] = found.st_size
+    return sizes
 
 
 def _check_files(folder: Path) -> None:
@@ -199,9 +207,11 @@ def _reading(folder: Path) -> Iterator[None]:
     reason = None
     # Of Orbax's many tasks one reports the damage. The others report it to stderr as soon as
     # they are collected, so that has to happen in here.
-    hook, log = sys.unraisablehook, logging.getLogger("asyncio")
-    quiet = log.disabled
-    sys.unraisablehook, log.disabled = lambda _: None, True
+    hook, logs = sys.unraisablehook, [logging.getLogger(name) for name in ("asyncio", "absl")]
+    quiet = [log.disabled for log in logs]
+    sys.unraisablehook = lambda _: None
+    for log in logs:
+        log.disabled = True
     try:
         try:
             yield
@@ -210,9 +220,12 @@ def _reading(folder: Path) -> Iterator[None]:
             reason = lines[0].partition(". See full")[0][:200]
             traceback.clear_frames(error.__traceback__)
         if reason is not None:
-            gc.collect()
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+                gc.collect()
     finally:
-        sys.unraisablehook, log.disabled = hook, quiet
+        sys.unraisablehook = hook
+        for log, disabled in zip(logs, quiet, strict=True):
+            log.disabled = disabled
     if reason is not None:
         raise UserError(
             f"{folder} is no readable Orbax checkpoint, or is damaged: {reason}; convert it again"
