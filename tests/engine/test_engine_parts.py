@@ -180,6 +180,8 @@ def test_metrics_are_a_dict_and_prometheus_text(tiny_params):
     assert found["kvjax_compiled_steps"] == len(llm.worker.compilations) > 0
     phases = [v for k, v in found.items() if k.startswith("kvjax_seconds_total")]
     assert len(phases) == 5
+    # One of the two waits while the other's steps compile.
+    assert 0 < found["kvjax_compile_stall_seconds_total"] <= found["kvjax_compile_seconds"]
     assert min(phases) >= 0
     families = text_string_to_metric_families(llm.metrics.prometheus())
     parsed = {sample.name: sample.value for family in families for sample in family.samples}

@@ -1,6 +1,7 @@
 """When blocks run out: who gives way, and that nothing is lost by it."""
 
 import dataclasses
+import logging
 
 import jax.numpy as jnp
 import pytest
@@ -19,9 +20,13 @@ from tests.engine.serving import (
 )
 
 
-def test_the_newest_gives_way(tiny_params):
+def test_the_newest_gives_way(tiny_params, caplog):
     llm = make_llm(tiny_params, FULL, TIGHT)
-    outputs = llm.generate(prompts_of(20, 20, 20, 20), greedy(60))
+    with caplog.at_level(logging.INFO, "kvjax"):
+        outputs = llm.generate(prompts_of(20, 20, 20, 20), greedy(60))
+    told = [r.getMessage() for r in caplog.records if "preempted" in r.getMessage()]
+    assert len(told) == sum(output.stats.preemptions for output in outputs)
+    assert told[0] == f"request {outputs[2].request_id!r} is preempted: no blocks are free"
     preempted = [output.stats.preemptions for output in outputs]
     assert preempted[0] == 0 < sum(preempted)
     ended = [output.stats.finished or 0.0 for output in outputs]

@@ -1,5 +1,7 @@
 """What is asked of the engine: taken, or refused in one line before anybody else suffers."""
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -61,11 +63,13 @@ def test_a_bad_request_is_refused_and_the_others_go_on(tiny_params, prompt, samp
         llm.add_request(prompt, greedy(**{"max_tokens": 4, **sampling}))
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tiny_params):
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tiny_params, caplog):
+    caplog.set_level(logging.INFO, "kvjax")
     llm = make_llm(tiny_params, FULL, TIGHT)
     blocks = llm.plan.num_blocks
     with pytest.raises(UserError, match=rf"needs {HEADS * 30} blocks and the pool has {blocks}"):
         llm.add_request(prompts_of(90)[0], greedy(30))
+    assert f"is refused: the request needs {HEADS * 30} blocks" in caplog.text
     output = llm.generate(prompts_of(90), greedy(30), SMALL)[0]
     assert len(output.token_ids) == 30
     assert_empty(llm)
