@@ -93,7 +93,7 @@ def _legend(figure: Any, panels: Sequence[Any], count: int) -> None:
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels()):
             found.setdefault(label, handle)
-    columns = min(4, max(1, math.ceil(count / 8)))
+    columns = min(4, max(1, math.ceil(count / 2)))
     figure.legend(
         list(found.values()), list(found), loc="outside lower center", ncols=columns, fontsize=7
     )
@@ -121,7 +121,7 @@ def plot_scores(rows: Sequence[Result], protocol: str, value: str = "score") -> 
     if not tasks or not _methods(rows):
         return None
     panels = [("mean of all tasks", tasks)] * (len(tasks) > 1) + [(task, [task]) for task in tasks]
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows_of_panels = math.ceil(len(panels) / columns)
     count = len(_methods(rows))
     figure = _figure(4 * columns + 1, 3 * rows_of_panels + 0.6 + 0.05 * count)
