@@ -277,6 +277,26 @@ def test_fields_of_tokenizer_files(file: str, name: str, value: str, folder: Pat
     assert name in message
 
 
+def test_rules_that_fail_on_some_text(folder: Path) -> None:
+    """A splitting rule that takes for ever on some text: the library panics, and one line says so.
+
+    Such an exception is none of Exception's and would end whoever asked.
+    """
+    file = folder / "tokenizer.json"
+    state = json.loads(file.read_text())
+    state["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    file.write_text(json.dumps(state))
+    tokenizer = Tokenizer.from_path(folder)
+    assert len(tokenizer.encode("aaa")) == 3
+    with pytest.raises(UserError, match="cannot encode this text"):
+        tokenizer.encode("a" * 200 + "!")
+
+
 def test_numbers_nobody_asks_for_do_no_harm(folder: Path) -> None:
     """Published files hold Infinity and 1e30 in fields of other programs."""
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):

@@ -131,8 +131,8 @@ def damage(path: Path) -> None:
 
 def test_a_damaged_file_is_fetched_again(entry: ModelEntry) -> None:
     path = fetch_embedded(entry)
-    times = path.stat()
     for keep_mtime in (False, True):
+        times = path.stat()
         damage(path)
         if keep_mtime:
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
