@@ -1,0 +1,160 @@
+"""Who runs when blocks run out, and what an operator is told of it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import CompressionConfig
+from kvjax.engine.engine import Engine
+from kvjax.engine.metrics import EngineMetrics
+from kvjax.engine.scheduler import Scheduler
+from tests.engine.serving import (
+    FULL,
+    HEADS,
+    TIGHT,
+    alone,
+    assert_empty,
+    greedy,
+    make_llm,
+    prompts_of,
+)
+from tests.engine.test_engine_parts import request_of
+
+LATE = CompressionConfig(max_cache_tokens=16, protected=8, on_prefill=False)
+"""Compressed only where blocks run out."""
+
+
+def test_the_newest_gives_way(tiny_params):
+    prompts = prompts_of(30, 40, 33, 24, 25, 28)
+    llm = make_llm(tiny_params, FULL, TIGHT)
+    outputs = llm.generate(prompts, greedy(40))
+    times = [output.stats.preemptions for output in outputs]
+    assert times[0] == 0 < sum(times)
+    assert llm.metrics.as_dict()["kvjax_preemptions_total"] == sum(times)
+    ends = [output.stats.finished or 0.0 for output in outputs]
+    assert ends[0] == min(ends)
+
+
+def test_a_request_that_needs_the_whole_pool_gets_it():
+    request = request_of(0, 400, None)
+    need = request.blocks_to_admit()
+    scheduler = Scheduler(num_slots=2, num_blocks=need, scratch=512, chunk=32)
+    scheduler.add(request)
+    assert scheduler.begin_next() is request
+    # Beside another a hundredth of the pool stays free.
+    for spare, fits in ((need // 100, False), (1 + (2 * need) // 100, True)):
+        scheduler = Scheduler(num_slots=2, num_blocks=2 * need, scratch=512, chunk=32)
+        scheduler.running.append(request_of(0, 40, None))
+        scheduler.free = need + spare
+        assert scheduler.fits(request) == fits
+
+
+def test_a_chunk_without_room_runs_again(tiny_params):
+    """While a long prompt comes into the pool, others may take the blocks that it needs."""
+    llm = make_llm(tiny_params)
+    other, long = (prompts_of(n)[0] for n in (60, 150))
+    llm.add_request(other, greedy(30), LATE)
+    while not llm.scheduler.running:
+        llm.step()
+    name = llm.add_request(long, greedy(8), FULL)
+    while llm.engine.job is None or not 0 < llm.engine.job.done < 100:
+        llm.step()
+    done, cache = llm.engine.job.done, llm.worker.cache
+    # As if somebody held all that is free; the other request is over its budget.
+    llm.worker.cache = dataclasses.replace(cache, free=jnp.zeros_like(cache.free))
+    llm.step()
+    assert llm.engine.job.done == done
+    assert llm.metrics.as_dict()["kvjax_compressions_total"] == 1
+    llm.worker.cache = dataclasses.replace(
+        llm.worker.cache, free=llm.worker.cache.free | cache.free
+    )
+    last = {}
+    while llm.has_unfinished():
+        last |= {output.request_id: output for output in llm.step()}
+    assert last[name].stats.preemptions == 0
+    assert [last[name].token_ids] == alone(tiny_params, [long], greedy(8))
+    assert_empty(llm)
+
+
+def test_what_cannot_be_evicted_is_made_room_for():
+    """A prompt of ten blocks per head with a budget of three, of which only five can go."""
+    request, given_way = request_of(0, 40, 3 * HEADS), []
+    assert request.blocks_to_admit() == HEADS * (3 + 1)
+    engine = SimpleNamespace(
+        scheduler=SimpleNamespace(running=[request, request_of(1, 40, None)]),
+        _give_way=given_way.append,
+    )
+    refused = SimpleNamespace(ok=np.False_, freed=np.int32(5 * HEADS))
+    Engine._note_start(engine, request, refused, 0.0)  # type: ignore[arg-type]
+    assert given_way == [request]
+    assert request.blocks_to_admit() == HEADS * (5 + 1)
+
+
+def test_a_full_pool_ends_who_is_alone(tiny_params):
+    llm = make_llm(tiny_params, FULL)
+    name = llm.add_request(prompts_of(10)[0], greedy(100))
+    while not llm.scheduler.running:
+        llm.step()
+    cache = llm.worker.cache
+    llm.worker.cache = dataclasses.replace(cache, free=jnp.zeros_like(cache.free))
+    last = {}
+    for _ in range(30):
+        last |= {output.request_id: output for output in llm.step()}
+        if not llm.has_unfinished():
+            break
+    assert last[name].finish_reason == "pool"
+    expected = alone(tiny_params, prompts_of(10), greedy(100))[0]
+    got = last[name].token_ids
+    assert 0 < len(got) < 100
+    assert got == expected[: len(got)]
+
+
+def test_deadlines_count_from_now(tiny_params):
+    now = 1000.0
+    llm = make_llm(tiny_params, clock=lambda: now)
+    llm.add_request(prompts_of(10)[0], greedy(6), deadline=500, request_id="in time")
+    last = {}
+    while llm.has_unfinished():
+        now += 1.0
+        last |= {output.request_id: output for output in llm.step()}
+    assert last["in time"].finish_reason == "length"
+
+
+def test_generated_tokens_take_half_of_a_cap():
+    request = request_of(0, 40, 4 * HEADS)
+    request.measured = 40
+    for count, stay in ((0, 0), (3, 3), (8, 8), (30, 8)):
+        request.tokens = [1] * count
+        assert request.unmeasured == stay
+
+
+def test_a_visit_is_counted():
+    """Two heads: a sequence reads 18 and 20 KVs in two steps, another 8 in one."""
+    metrics = EngineMetrics(100)
+    tokens = np.asarray([[5, 6], [7, -1], [-1, -1]])
+    metrics.visited(tokens, np.asarray([20, 8]), heads=2)
+    found = metrics.as_dict()
+    assert found["kvjax_kvs_read_total"] == 18 + 20 + 8
+    assert found["kvjax_decode_steps_total"] == 2
+    assert found["kvjax_output_tokens_total"] == 3
+
+
+def test_most_blocks_in_use_are_remembered(tiny_params):
+    llm = make_llm(tiny_params)
+    (output,) = llm.generate(prompts_of(30), greedy(10))
+    assert output.finish_reason == "length"
+    # 40 tokens, of which the last one is not in the cache.
+    found = llm.metrics.as_dict()
+    assert found["kvjax_blocks_peak"] == HEADS * 10
+    assert found["kvjax_batch_largest"] == 1
+
+
+def test_compilation_stalls_whoever_waits():
+    metrics = EngineMetrics(100)
+    metrics.compiled(2.0, stalled=True)
+    metrics.compiled(3.0, stalled=False)
+    found = metrics.as_dict()
+    assert found["kvjax_compile_stall_seconds_total"] == 2.0
+    assert found['kvjax_seconds_total{phase="compile"}'] == 5.0
