@@ -5,11 +5,17 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.cache import CompressionConfig
+from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
+from kvjax.engine.memory import plan_memory
 from kvjax.engine.metrics import EngineMetrics
 from kvjax.engine.scheduler import Scheduler
+from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+from tests.engine.conftest import TINY
 from tests.engine.serving import (
     FULL,
     HEADS,
@@ -21,6 +27,7 @@ from tests.engine.serving import (
     prompts_of,
 )
 from tests.engine.test_engine_parts import request_of
+from tests.models.tokenizer_builders import tiny_tokenizer
 
 LATE = CompressionConfig(max_cache_tokens=16, protected=8, on_prefill=False)
 """Compressed only where blocks run out."""
@@ -158,3 +165,15 @@ def test_compilation_stalls_whoever_waits():
     found = metrics.as_dict()
     assert found["kvjax_compile_stall_seconds_total"] == 2.0
     assert found['kvjax_seconds_total{phase="compile"}'] == 5.0
+
+
+def test_a_pool_beyond_the_memory_is_refused(tiny_params, monkeypatch):
+    model = LoadedModel(TINY, tiny_params, tiny_tokenizer(), "")
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2 * 10**7})
+    monkeypatch.setattr("jax.devices", lambda: [device])
+    sizes = {"max_batch": 2, "prefill_chunk": 64, "prefill_scratch": 64}
+    assert (
+        plan_memory(model, EngineConfig(pool_tokens=4_000, **sizes), 256, "float32").total < 10**7
+    )
+    with pytest.raises(UserError, match=r"this does not fit: .*pool of 75,000 blocks"):
+        plan_memory(model, EngineConfig(pool_tokens=200_000, **sizes), 256, "float32")
