@@ -98,6 +98,19 @@ def test_all_heads_keep_what_one_reads(length, read_at, found):
         assert [int(j) for j in np.argsort(-row, kind="stable") if row[j] > READ] == want
 
 
+def test_reading_goes_on_where_it_was():
+    """What was read two tokens before the end is by now two tokens further."""
+    q, k = prompt(64, 64)
+    q[1, 61, 3], k[1, 10, 1] = 4, 4
+    metric = np.asarray(observed_whole(q, k, np.int32(64)))
+    read = read_by_any(Prompt(q, k, k, 8, 4))
+    assert sorted(read, key=lambda j: (-read[j], j))[:10] == list(range(12, 22))
+    for row in metric.reshape(L * H, T):
+        assert [int(j) for j in np.argsort(-row, kind="stable") if row[j] > READ] == [
+            *range(12, 22)
+        ]
+
+
 def test_where_nothing_is_read_heads_go_by_their_own_metric():
     """Equal keys: every query spreads its attention evenly, and far less than that is read."""
     q, k = prompt(64, 0, ties=True)
