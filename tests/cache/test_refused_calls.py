@@ -26,7 +26,7 @@ def prompt() -> tuple[jax.Array, ...]:
 
 
 LENGTHS = [-1, T + 1, -(2**31), 2**31 - 1]
-SLOTS = [-1, G.slots, 2**31 - 1, -(2**31)]
+SLOTS = [-1, -2, G.slots, 2**31 - 1, -(2**31)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)

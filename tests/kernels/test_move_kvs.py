@@ -16,7 +16,7 @@ from tests.kernels.paged import races_seen
 BLOCKS, B, D = 30, 16, 64
 WIDTH = 100
 NOWHERE = 2**30
-"""What a row holds beyond its moves; it must not be followed."""
+"""What a row holds beyond its moves in every other place; it must not be followed."""
 
 
 def problem(count, d: int = D, dtype: str = "bfloat16", seed: int = 0):
@@ -25,6 +25,8 @@ def problem(count, d: int = D, dtype: str = "bfloat16", seed: int = 0):
     pools = [jnp.asarray(rng.standard_normal((BLOCKS, B, d)), dtype) for _ in "kv"]
     slots = rng.permutation(BLOCKS * B)
     moves = np.full((2, len(count), WIDTH), NOWHERE, np.int32)
+    # Nor must slots that exist, which a scatter would not drop.
+    moves[..., ::2] = rng.integers(0, BLOCKS * B, moves[..., ::2].shape)
     expected = [np.array(x).reshape(-1, d) for x in pools]
     taken = 0
     for row, n in enumerate(count):
