@@ -1,6 +1,7 @@
 """Who runs when blocks run out, and what an operator is told of it."""
 
 import dataclasses
+import logging
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -33,12 +34,16 @@ LATE = CompressionConfig(max_cache_tokens=16, protected=8, on_prefill=False)
 """Compressed only where blocks run out."""
 
 
-def test_the_newest_gives_way(tiny_params):
+def test_the_newest_gives_way(tiny_params, caplog):
     prompts = prompts_of(30, 40, 33, 24, 25, 28)
     llm = make_llm(tiny_params, FULL, TIGHT)
-    outputs = llm.generate(prompts, greedy(40))
+    with caplog.at_level(logging.INFO, "kvjax"):
+        outputs = llm.generate(prompts, greedy(40))
     times = [output.stats.preemptions for output in outputs]
     assert times[0] == 0 < sum(times)
+    for output, number in zip(outputs, times, strict=True):
+        record = f"request {output.request_id!r} is preempted: no blocks are free"
+        assert caplog.text.count(record) == number
     assert llm.metrics.as_dict()["kvjax_preemptions_total"] == sum(times)
     ends = [output.stats.finished or 0.0 for output in outputs]
     assert ends[0] == min(ends)
@@ -97,6 +102,22 @@ def test_what_cannot_be_evicted_is_made_room_for():
     Engine._note_start(engine, request, refused, 0.0)  # type: ignore[arg-type]
     assert given_way == [request]
     assert request.blocks_to_admit() == HEADS * (5 + 1)
+
+
+@pytest.mark.parametrize("before_preemption", [True, False])
+def test_preempted_requests_keep_what_they_generated(tiny_params, before_preemption):
+    compression = CompressionConfig(
+        max_cache_tokens=32, protected=8, before_preemption=before_preemption
+    )
+    llm = make_llm(tiny_params, compression, TIGHT)
+    names = [llm.add_request(prompt, greedy(40)) for prompt in prompts_of(40, 41, 42, 43)]
+    told: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
+    while llm.has_unfinished():
+        for output in llm.step():
+            assert output.token_ids[: len(told[output.request_id])] == told[output.request_id]
+            told[output.request_id] = output.token_ids
+    assert [len(told[name]) for name in names] == [40] * 4
+    assert_empty(llm)
 
 
 def test_a_full_pool_ends_who_is_alone(tiny_params):
