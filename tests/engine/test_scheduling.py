@@ -20,6 +20,7 @@ from tests.engine.conftest import TINY
 from tests.engine.serving import (
     FULL,
     HEADS,
+    SMALL,
     TIGHT,
     alone,
     assert_empty,
@@ -118,6 +119,20 @@ def test_preempted_requests_keep_what_they_generated(tiny_params, before_preempt
             told[output.request_id] = output.token_ids
     assert [len(told[name]) for name in names] == [40] * 4
     assert_empty(llm)
+
+
+def test_an_interval_is_kept_to_the_token(tiny_params, monkeypatch):
+    llm = make_llm(tiny_params, dataclasses.replace(SMALL, compress_every=6))
+    compress, seen = llm.engine._compress, []
+
+    def noted(requests):
+        seen.extend(request.since_compression for request in requests)
+        return compress(requests)
+
+    monkeypatch.setattr(llm.engine, "_compress", noted)
+    llm.generate(prompts_of(40), greedy(30))
+    assert len(seen) >= 3
+    assert set(seen) == {6}
 
 
 def test_a_full_pool_ends_who_is_alone(tiny_params):
