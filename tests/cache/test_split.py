@@ -1,5 +1,7 @@
 """How budgets are split over layers and heads, and what age makes of a metric: the parts alone."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -44,7 +46,8 @@ def test_metrics_per_age_are_divided_by_the_queries_that_could_see_the_kv():
     metric = rng.random((2, 96)).astype(np.float32)
     position = np.broadcast_to(np.arange(96, dtype=np.int32), (2, 96))
     held, seen = np.full(2, 96, np.int32), np.full(2, 100, np.int32)
-    keys, raw = jax.jit(lambda *x: method_keys(method, *x, 4, 32))(metric, position, held, seen)
+    to_keys = jax.jit(partial(method_keys, method), static_argnums=(4, 5))
+    keys, raw = to_keys(metric, position, held, seen, 4, 32)
     each = (metric / (100 - np.arange(96))).mean(axis=0)
     pages = np.repeat([np.inf, each[32:64].sum(), each[64:96].sum()], 32)
     for head in range(2):
