@@ -148,6 +148,7 @@ def test_a_full_pool_ends_who_is_alone(tiny_params):
         if not llm.has_unfinished():
             break
     assert last[name].finish_reason == "pool"
+    assert last[name].stats.preemptions == 0
     expected = alone(tiny_params, prompts_of(10), greedy(100))[0]
     got = last[name].token_ids
     assert 0 < len(got) < 100
