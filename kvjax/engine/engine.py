@@ -523,6 +523,9 @@ class Engine:
         if request.slot is not None:
             self.worker.empty([request.slot])
         self._take_out(request)
+        self._count_preemption(request)
+        self.scheduler.add(request)
+
+    def _count_preemption(self, request: Request) -> None:
         request.stats.preemptions += 1
         self.metrics.preemptions.inc()
-        self.scheduler.add(request)

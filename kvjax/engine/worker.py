@@ -141,15 +141,12 @@ class Worker:
     def alive(self) -> bool:
         """Whether cache and slot states are still there: an error or an interruption in the middle
         of a step loses those that were donated to it."""
-        leaves = jax.tree.leaves((self.cache, self.state))
-        if not leaves or any(leaf.is_deleted() for leaf in leaves):
-            return False
         try:
-            # A step that failed on the device leaves arrays that raise when they are read.
-            jax.block_until_ready(leaves)
+            # Arrays that were given away raise, and so do those of a step that failed.
+            jax.block_until_ready((self.cache, self.state))
         except Exception:
             return False
-        return True
+        return self.cache is not None and self.state is not None
 
     @property
     def compile_seconds(self) -> float:

@@ -329,3 +329,18 @@ def test_compression_keeps_each_sequences_newest(bench):
         for (layer, head), n in np.ndenumerate(lengths[0])
     ]
     assert not all(everywhere)
+
+
+def test_the_longest_of_unequal_heads_is_reported(bench):
+    bench.start(0, LONG)
+    cache = bench.cache
+    # As after a compression: one head holds a block less than the others.
+    short = cache.context_len.at[0, 1, 0].add(-BLOCK)
+    table = cache.block_table.at[0, 1, 0, 2].set(BLOCKS)
+    bench.cache = dataclasses.replace(cache, context_len=short, block_table=table)
+    report = bench.visit(0, limit=1)
+    lengths = np.asarray(bench.cache.context_len[0])
+    assert lengths.min() + BLOCK == lengths.max() == len(LONG) + 1
+    assert report.longest.tolist() == [lengths.max()]
+    assert report.owned.tolist() == [(-(-lengths // BLOCK)).sum()]
+    assert report.kvs.tolist() == [lengths.sum()]
