@@ -53,12 +53,14 @@ def alone(params, prompts, sampling, compression=FULL) -> list[tuple[int, ...]]:
     return [tokens_of(llm.generate([prompt], sampling))[0] for prompt in prompts]
 
 
-def drain(llm: LLM) -> dict[str, RequestOutput]:
-    """The last output of every request, when all have ended."""
+def drain(llm: LLM, most: int = 2000) -> dict[str, RequestOutput]:
+    """The last output of every request, when all have ended: in so many steps at most."""
     last = {}
-    while llm.has_unfinished():
+    for _ in range(most):
+        if not llm.has_unfinished():
+            return last
         last |= {output.request_id: output for output in llm.step()}
-    return last
+    raise AssertionError(f"requests are open after {most} steps")
 
 
 def dense_greedy(params, prompt, steps: int) -> list[int]:
