@@ -140,7 +140,9 @@ def soak(params, phases: int, clients: int, requests: int) -> None:
             refused += thread.refused
     assert interrupted > 0
     assert sum(ended.values()) + refused == phases * clients * requests
-    assert {"length", "abort", "raised"} <= set(ended)
+    # Whether a mishap comes before its request's end is a race; among many some do.
+    assert "length" in ended
+    assert phases * clients * requests < 1000 or {"abort", "raised", "deadline"} <= set(ended)
     found = llm.metrics.as_dict()
     total = sum(v for k, v in found.items() if k.startswith("kvjax_requests_ended_total"))
     assert total == found["kvjax_requests_total"]
