@@ -143,6 +143,13 @@ def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None 
         kind = signal.SIGTERM if isinstance(error, startup.Terminated) else signal.SIGINT
         _say(startup.WORDS[kind])
         return 128 + kind
+    except ImportError:
+        # What an extension module makes of a signal that comes while it is set up.
+        code = startup.exit_code(0)
+        if code == 0:
+            raise
+        _say(startup.WORDS[signal.Signals(code - 128)])
+        return code
     except BrokenPipeError:
         # Whoever read the output has gone; there is nobody left to tell.
         _give_up_stdout()

@@ -67,15 +67,15 @@ def test_a_long_prompt_peaks_below_its_full_cache(monkeypatch):
     def compile_only(worker, key, step, *args):
         memory = step.lower(*args).compile().memory_analysis()
         temporaries[key[0]] = memory.temp_size_in_bytes
-        raise InterruptedError
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Worker, "_run", compile_only)
     llm.add_request(np.zeros(length, np.int32), SamplingParams(max_tokens=64))
-    with pytest.raises(InterruptedError):
+    with pytest.raises(KeyboardInterrupt):
         llm.step()
     request = llm.scheduler.prefilling
     assert request is not None
-    with pytest.raises(InterruptedError):
+    with pytest.raises(KeyboardInterrupt):
         llm.worker.compress([0], [1], [0], request.method, 1 << 20, length)
     assert temporaries.keys() == {"chunk", "compress"}
     full = length * config.num_layers * config.num_kv_heads * 2 * config.head_dim * 4
