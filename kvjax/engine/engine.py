@@ -206,15 +206,12 @@ class Engine:
                 del request.tokens[len(request.logprobs) :]
             text.restart()
             self.outbox.note(request)
-            if (
-                request.finish_reason is None
-                and request.remaining > 0
-                and not self._at_eos(request)
-            ):
-                request.stats.preemptions += request.slot is not None
-                waiting.append(request)
-            else:
+            if request.remaining <= 0 or self._at_eos(request):
                 self._stopped(request)
+            if request.finish_reason is None:
+                if request.slot is not None:
+                    self._count_preemption(request)
+                waiting.append(request)
         self.scheduler.restart(waiting)
         self._over = []
 
