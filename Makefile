@@ -1,7 +1,7 @@
 # Every target does its own set-up: `make decode` and `make test` work in a fresh clone.
 #
 #   make decode                        a real model answers about a real document, cache compressed
-#   make decode ARGS="--rate 16"       with options of scripts/decode.py
+#   make decode ARGS="--rate 16"       with options of kvjax decode
 #   make test                          the test suite (without tests marked slow)
 #   make check                         lint, types and tests
 #   make PYTHON=/path/to/python test   with a Python of your choice (>= 3.12)
@@ -39,7 +39,7 @@ decode: setup
 # The small model that the tests use. Tests that need it are skipped where it cannot be had, but not
 # in continuous integration (CI=true): tests/conftest.py refuses skips there.
 model: setup
-	@$(BIN)/python -m kvjax.models.hub smollm2-135m || for set in "$$CI" "$$KVJAX_NO_SKIPS"; do \
+	@$(BIN)/python -m kvjax fetch smollm2-135m || for set in "$$CI" "$$KVJAX_NO_SKIPS"; do \
 		case "$$set" in ""|0|false) ;; \
 		*) echo "error: no small model, and no test may be skipped" >&2; exit 1 ;; esac; done && \
 		echo "note: without the small model, tests that need it are skipped" >&2

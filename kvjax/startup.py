@@ -2,7 +2,7 @@
 
 A KeyboardInterrupt in the wrong place does not arrive: raised while an extension module is set up
 it ends the process with a dump, raised in a callback of the garbage collector (JAX has one) it is
-printed and forgotten. So a script's first lines are
+printed and forgotten. So `kvjax` calls `guard` before all else, and a script's first lines are
 
     from kvjax.startup import guard
 

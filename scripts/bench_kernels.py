@@ -27,58 +27,18 @@ from typing import Any
 from bench_kernels_targets import targets
 
 from kvjax.cli import ArgumentParser, run_script
+from kvjax.cli.throughput.limits import (
+    ROUNDS,
+    TIMED_SECONDS,
+    copy_bandwidth,
+    loop_seconds,
+    median_seconds,
+)
 from kvjax.errors import UserError
 
 SECTIONS = ("check", "decode", "window", "move", "step")
 RIVALS = ("jax paged_attention", "cuDNN, dense", "torch SDPA, dense", "FlashInfer, paged")
 """What others provide: not every machine has them, and that is no failure of ours."""
-TIMED_SECONDS = 0.05
-"""Work per timed loop: long beside what starting and ending it takes."""
-ROUNDS = 5
-
-
-def median_seconds(run: Callable[[], Any]) -> float:
-    """Median time of a call that returns arrays, after one warm-up."""
-    import jax
-
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return sorted(times)[ROUNDS // 2]
-
-
-def loop_seconds(body: Callable, carry: Any, estimate: float, *fixed: Any) -> float:
-    """Seconds per turn of `carry = body(i, carry, *fixed)`, looped on the device.
-
-    The number of turns is static, so the device never waits for the host between them.
-    """
-    import jax
-    from jax import lax
-
-    turns = max(4, min(400, math.ceil(TIMED_SECONDS / estimate)))
-
-    @jax.jit
-    def looped(carry, fixed):
-        return lax.fori_loop(0, turns, lambda i, c: body(i, c, *fixed), carry)
-
-    return median_seconds(lambda: looped(carry, fixed)) / turns
-
-
-def copy_bandwidth(size: int, expected: float = 4e12) -> float:
-    """Bytes read and written per second by the better of a copy and an elementwise pass.
-
-    `expected`: about as many as the machine can; says how often to repeat.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones(size // 4, jnp.float32)
-    copy = jax.jit(jnp.copy)
-    passes = loop_seconds(lambda _, x: -x, x, 2 * size / expected)
-    return 2 * size / min(median_seconds(lambda: copy(x)), passes)
 
 
 @dataclasses.dataclass

@@ -39,15 +39,6 @@ from compare_kvpress_work import (
     peer_versions,
     relabelled,
 )
-from evaluate import (
-    add_row_options,
-    choose_methods,
-    choose_protocols,
-    collect_rows,
-    fill_in,
-    numbers,
-    split_list,
-)
 
 from kvjax.cli import (
     ArgumentParser,
@@ -56,6 +47,17 @@ from kvjax.cli import (
     check_model_options,
     load_chosen_model,
     run_script,
+)
+from kvjax.cli.progress import TimeLeft, spell
+from kvjax.cli.rows import (
+    add_row_options,
+    choose_methods,
+    choose_protocols,
+    collect_rows,
+    fill_in,
+    rates_of,
+    split_list,
+    table_beside,
 )
 from kvjax.errors import UserError
 
@@ -293,6 +295,7 @@ def run_peer(
     """Ask the peer for what the file lacks, one prompt and protocol at a time."""
     from kvjax.eval.sizes import Variant
 
+    done = 0
     seen: dict[tuple[str, str], int] = {}
     for row, tokens in rows:
         for protocol in protocols:
@@ -337,7 +340,7 @@ def run_peer(
             file.add(again)
             if not asked:
                 continue
-            progress(f"kvpress, {row.id}")
+            progress(f"kvpress, {row.id}", done)
             fields = ("press", "kvs", "positions")
             job = {
                 "prompt": tokens.prompt.tolist(),
@@ -368,30 +371,26 @@ def run_peer(
             tokenizer = evaluator.model.tokenizer
             results = peer_rows(row, tokens, protocol, asked, answer, tokenizer)
             file.add(results)
-            progress(f"kvpress, {row.id}", len(results))
+            done += len(results)
+            progress(f"kvpress, {row.id}", done)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from kvjax.cache.methods import get_method
-    from kvjax.eval.sizes import EvaluatorConfig, rate_blocks
+    from kvjax.eval.sizes import EvaluatorConfig
 
     presses = choose_presses(split_list("presses", options.presses))
     get_method(options.reference)
     liked = [like for press in presses if (like := PRESSES[press].like)]
     liked = [] if options.reference_only else liked
     methods = choose_methods(",".join([options.reference, *liked]))
-    rates = numbers("rates", options.rates, float)
-    for rate in rates:
-        rate_blocks(1, rate, 1, 1)
-        if rate == 1:
-            raise UserError("--rates 1: nothing is evicted, give rates above 1")
+    rates = rates_of(options.rates)
+    if 1 in rates:
+        raise UserError("--rates 1: nothing is evicted, give rates above 1")
     protocols = choose_protocols(options.protocols)
     check_model_options(options)
-    table = options.table or options.out.with_suffix(".md")
-    for path in (options.out, table):
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no such folder")
+    table = table_beside(options)
     config = EvaluatorConfig(
         block_size=options.block_size, answers=False, free_tokens=options.free_tokens
     )
@@ -416,7 +415,7 @@ def compare(
     from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
-    from kvjax.eval.run import TimeLeft, run, spell, tokenised, variants_of
+    from kvjax.eval.run import run, tokenised, variants_of
 
     start = time.perf_counter()
     methods, rates, protocols, presses = choices
@@ -447,7 +446,8 @@ def compare(
         difference = check_same(evaluator, peer, *rows[0], folder)
         print(f"logits after {rows[0][0].id}: largest difference {difference:.2g}", file=sys.stderr)
         try:
-            run(evaluator, rows, protocols, variants_of(methods, rates), file, progress)
+            variants = variants_of(methods, rates)
+            run(evaluator, rows, protocols, variants, file, TimeLeft(progress))
             kept = dict.fromkeys(methods, 0)
             wanted = [(p, n) for p in presses for n in budgets(p, options.reference, kept)]
             lacking = sum(
@@ -457,7 +457,11 @@ def compare(
                 for rate in rates
                 for press, name in wanted
             )
-            say = TimeLeft(progress, max(1, lacking))
+            left = TimeLeft(progress)
+
+            def say(what: str, done: int) -> None:
+                left(what, done, max(1, lacking))
+
             run_peer(options, evaluator, rows, protocols, rates, presses, file, peer, say)
         except KeyboardInterrupt:
             status = 130

@@ -144,9 +144,7 @@ def smollm2_path() -> Path:
     """The cached SmolLM2-135M-Instruct GGUF file. Never downloads: `make test` does."""
     path = _cached_weights("KVJAX_SMOLLM2", "SmolLM2-135M-Instruct*.gguf")
     if path is None:
-        pytest.skip(
-            "SmolLM2-135M-Instruct GGUF not cached (python -m kvjax.models.hub smollm2-135m)"
-        )
+        pytest.skip("SmolLM2-135M-Instruct GGUF not cached (python -m kvjax fetch smollm2-135m)")
     return path
 
 
@@ -157,6 +155,16 @@ def qwen_coder_path() -> Path:
     if path is None:
         pytest.skip("Qwen2.5-Coder-0.5B-Instruct GGUF not cached (or set KVJAX_QWEN_CODER)")
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with random weights and one token per byte."""
+    from tests.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny(folder)
+    return folder
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_that_runs():
 WITH_SKIPS = """
 @pytest.fixture
 def weights():
-    pytest.skip("SmolLM2-135M-Instruct GGUF not cached (python -m kvjax.models.hub smollm2-135m)")
+    pytest.skip("SmolLM2-135M-Instruct GGUF not cached (python -m kvjax fetch smollm2-135m)")
 
 def test_fixture(weights):
     pass

@@ -1,49 +1,14 @@
-"""A whole evaluation: methods × rates × rows × protocols, resumable, with the time left."""
+"""A whole evaluation: methods × rates × rows × protocols, resumable."""
 
-import sys
-import time
 import zlib
 from collections.abc import Sequence
 
-from kvjax.cli import Progress
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.results import ResultsFile
 from kvjax.eval.rows import Row, Skipped, TokenRow
 from kvjax.eval.sizes import Variant, bucket
-
-SAY_EVERY = 30.0
-"""Seconds between two lines of progress where no terminal shows them in place."""
-
-
-class TimeLeft:
-    """Progress of a run, by work done since it started."""
-
-    def __init__(self, progress: Progress, total: int):
-        self._progress, self._total, self._done = progress, total, 0
-        self._start, self._said = time.perf_counter(), -SAY_EVERY
-        self._live = sys.stderr.isatty()
-
-    def __call__(self, what: str, done: int = 0) -> None:
-        """Say what is being done, after `done` more of the total."""
-        self._done += done
-        now = time.perf_counter()
-        if not self._live and now - self._said < SAY_EVERY:
-            return
-        self._said = now
-        left = ""
-        if self._done:
-            left = f", {spell((now - self._start) / self._done * (self._total - self._done))} left"
-        self._progress(f"{self._done}/{self._total} results{left}: {what}")
-
-
-def spell(seconds: float) -> str:
-    """A duration as people say it."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+from kvjax.models.hub import Progress
 
 
 def variants_of(methods: Sequence[str], rates: Sequence[float]) -> list[Variant]:
@@ -99,7 +64,7 @@ def run(
         protocols: names of `PROTOCOLS`.
         variants: from `variants_of`.
         file: where results go and what is there already.
-        progress: shows what is being done.
+        progress: called with what is being done, results so far and results in all.
         details: so many rows of each task keep what each layer and head held and its recall.
 
     Raises:
@@ -122,13 +87,14 @@ def run(
         seen[row.task] = seen.get(row.task, 0) + 1
         if lacking:
             jobs.append((row, tokens, lacking, seen[row.task] <= details))
-    say = TimeLeft(progress, sum(len(w) for *_, lacking, _ in jobs for w in lacking.values()))
+    done, total = 0, sum(len(w) for *_, lacking, _ in jobs for w in lacking.values())
     for row, tokens, lacking, detailed in jobs:
-        say(row.id)
+        progress(row.id, done, total)
         for batch in evaluator.evaluate(row, tokens, lacking):
             for result in batch:
                 result["digest"] = digest(tokens)
                 if not detailed:
                     del result["recall_by_layer"], result["kept"]
             file.add(batch)
-            say(row.id, len(batch))
+            done += len(batch)
+            progress(row.id, done, total)

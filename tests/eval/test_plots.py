@@ -1,5 +1,6 @@
-"""Pictures: what they show for known rows, and scripts/plot.py."""
+"""Pictures: what they show for known rows, and `kvjax plot`."""
 
+import functools
 import gzip
 import json
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.cli import main_of
+from kvjax.cli.main import run_command
 from kvjax.eval.result_plots import (
     plot_kept,
     plot_needles,
@@ -14,7 +16,6 @@ from kvjax.eval.result_plots import (
     plot_scores,
     plot_text,
 )
-from tests.scripts.conftest import load_script
 
 SCORES = {"full": 1.0, "good": 1.0, "bad": 0.0}
 
@@ -125,7 +126,7 @@ def test_what_is_not_there_is_not_drawn():
     assert plot_scores(rows(score=0.0), "prompt") is None
 
 
-PLOT = load_script("plot")
+PLOT = functools.partial(run_command, "plot")
 
 
 @pytest.fixture
@@ -135,9 +136,9 @@ def results(tmp_path):
     return path
 
 
-def test_the_script_writes_every_picture(results, tmp_path, capsys):
+def test_the_command_writes_every_picture(results, tmp_path, capsys):
     out = tmp_path / "pictures"
-    assert main_of(PLOT.main, [str(results), "--out", str(out), "--methods", "good"]) == 0
+    assert main_of(PLOT, [str(results), "--out", str(out), "--methods", "good"]) == 0
     names = {path.stem for path in out.iterdir()}
     assert names == {
         f"{n}-prompt" for n in ("score", "free", "text", "kept", "recall", "needle-needle")
@@ -158,9 +159,9 @@ def test_the_script_writes_every_picture(results, tmp_path, capsys):
 )
 def test_bad_input_gets_one_line(results, tmp_path, capsys, arguments, says):
     out = () if "--out" in arguments else ("--out", str(tmp_path / "p"))
-    assert main_of(PLOT.main, [str(results), *arguments, *out]) == 2
+    assert main_of(PLOT, [str(results), *arguments, *out]) == 2
     assert says in capsys.readouterr().err
-    assert main_of(PLOT.main, [str(tmp_path / "missing.jsonl")]) == 2
+    assert main_of(PLOT, [str(tmp_path / "missing.jsonl")]) == 2
 
 
 def test_pictures_name_what_tells_methods_apart():

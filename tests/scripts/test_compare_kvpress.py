@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from kvjax.cli import main_of
 from kvjax.errors import UserError
-from tests.scripts.conftest import SCRIPTS, TINY
+from tests.scripts.conftest import SCRIPTS
+from tests.tiny import TINY
 
 PEER = """
 import json, sys
@@ -50,7 +51,7 @@ def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     names = ("compare_kvpress", "compare_kvpress_work", "compare_kvpress_tables")
     yield [importlib.import_module(name) for name in names]
-    for name in (*names, "evaluate"):
+    for name in names:
         sys.modules.pop(name, None)
 
 

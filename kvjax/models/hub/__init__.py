@@ -2,7 +2,7 @@
 
 Fetch a model ahead of its first use:
 
-    python -m kvjax.models.hub smollm2-135m
+    kvjax fetch smollm2-135m
 """
 
 import contextlib

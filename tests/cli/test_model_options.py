@@ -1,10 +1,10 @@
-"""The options that scripts share for choosing a model."""
+"""The options that commands share for choosing a model."""
 
 import pytest
 
 from kvjax.cli import ArgumentParser, add_model_options, check_model_options, load_chosen_model
 from kvjax.errors import UserError
-from tests.scripts.conftest import TINY
+from tests.tiny import TINY
 
 
 def parse(*arguments, **kind):

@@ -1,4 +1,4 @@
-"""What every script of the project does alike: options, bad input, interruption, progress."""
+"""What every command does alike: options, bad input, output, interruption, exit codes."""
 
 import argparse
 import contextlib
@@ -8,24 +8,22 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from kvjax import startup
-from kvjax.checks import check_whole, shown
+from kvjax.checks import shown
 from kvjax.errors import UserError
-
-if TYPE_CHECKING:
-    from kvjax.models import LoadedModel
-
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 MOST_OF_A_MESSAGE = 1000
 """Characters of an error that are printed."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser whose complaints are one line, and whose description keeps its lines."""
+
+    def __init__(self, **settings: Any):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": layout, **settings})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -38,49 +36,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see --help)")
-
-
-def add_model_options(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, files_only: bool = False
-) -> None:
-    """Add the options that say which model runs: what `load_chosen_model` reads.
-
-    Args:
-        parser: a parser or a group of one.
-        files_only: leave out random weights, dtype and context length.
-    """
-    parser.add_argument(
-        "--model", help="name of a model (what --weights holds; without both, smollm2-135m)"
-    )
-    parser.add_argument(
-        "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
-    )
-    if files_only:
-        parser.set_defaults(dummy_weights=False, dtype="float32", context_length=None)
-        return
-    parser.add_argument(
-        "--dummy-weights", action="store_true", help="random weights of the true shapes"
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of weights and cache (float32 on CPU, else bfloat16)"
-    )
-    parser.add_argument(
-        "--context-length", type=int, help="most tokens, instead of the model's own limit"
-    )
-
-
-def check_model_options(options: argparse.Namespace) -> None:
-    """Refuse, before anything slow, what `add_model_options` reads and no model has.
-
-    Raises:
-        UserError: there is no model of that name, or the context length is no length.
-    """
-    if options.context_length is not None:
-        check_whole("--context-length", options.context_length, 1)
-    if options.model is not None:
-        from kvjax.models.config import get_model_entry
-
-        get_model_entry(options.model)
 
 
 def check_output_file(option: str, name: str) -> None:
@@ -101,30 +56,6 @@ def check_output_file(option: str, name: str) -> None:
         path.unlink()
     except OSError as error:
         raise UserError(f"{option} {shown(name)}: {error.strerror}") from error
-
-
-def load_chosen_model(
-    options: argparse.Namespace, progress: "Progress | None" = None
-) -> "tuple[LoadedModel, str]":
-    """The model that the options of `add_model_options` choose, and its dtype by name.
-
-    Raises:
-        UserError: unknown name; weights that are missing, damaged or do not fit the model.
-    """
-    import jax
-
-    from kvjax.models import load_model
-
-    startup.started()
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model = load_model(
-        options.model,
-        weights=options.weights,
-        dummy_weights=options.dummy_weights,
-        dtype=dtype,
-        progress=progress,
-    )
-    return model, dtype
 
 
 def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None = None) -> int:
@@ -222,34 +153,3 @@ def _open_streams() -> bool:
             # A file name may hold bytes that are no UTF-8.
             stream.reconfigure(errors="backslashreplace")
     return was_there
-
-
-class Progress:
-    """One status line on stderr: rewritten on a terminal, a line per stage elsewhere.
-
-    A context manager: leave it, or call `clear`, before anything else is printed.
-    """
-
-    def __init__(self):
-        self._live = sys.stderr.isatty()
-        self._stage = ""
-
-    def __call__(self, stage: str, done: int = 0, total: int = 0) -> None:
-        """Show a stage; `done` of `total` bytes, tokens or whatever it counts."""
-        if self._live:
-            share = f" {100 * done // total} %" if total > 1 else ""
-            print(f"\r\033[K{stage}{share} …", end="", file=sys.stderr, flush=True)
-        elif stage != self._stage:
-            print(f"{stage} …", file=sys.stderr, flush=True)
-        self._stage = stage
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()

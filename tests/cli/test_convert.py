@@ -1,6 +1,6 @@
-"""scripts/convert.py: what it writes, what it refuses, and what a killed run leaves."""
+"""`kvjax convert`: what it writes, what it refuses, and what a killed run leaves."""
 
-import importlib.util
+import functools
 import os
 import signal
 import subprocess
@@ -8,14 +8,15 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import numpy as np
 import pytest
 
 from kvjax.cli import main_of
+from kvjax.cli.main import run_command
 from kvjax.errors import UserError
+from kvjax.models import hub
 from kvjax.models.weights import load_params
 from tests.models.checkpoints import (
     CONFIG,
@@ -27,16 +28,7 @@ from tests.models.checkpoints import (
 )
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+CONVERT = functools.partial(run_command, "convert")
 
 
 @pytest.fixture
@@ -44,11 +36,9 @@ def source(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "source", CONFIG, random_tensors(CONFIG))
 
 
-def test_folder_to_orbax(
-    script: ModuleType, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_to_orbax(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main_of(script.main, [str(source), str(out), "--dtype", "float32"]) == 0
+    assert main_of(CONVERT, [str(source), str(out), "--dtype", "float32"]) == 0
     stdout, stderr = capsys.readouterr()
     assert stdout.startswith(f"{out}: source, float32, ")
     assert stderr == "load …\nwrite …\n"
@@ -57,8 +47,8 @@ def test_folder_to_orbax(
     assert_params(params, expected_params(CONFIG, random_tensors(CONFIG)))
 
 
-def test_default_dtype_is_bfloat16(script: ModuleType, source: Path, tmp_path: Path) -> None:
-    assert main_of(script.main, [str(source), str(tmp_path / "out"), "--quiet"]) == 0
+def test_default_dtype_is_bfloat16(source: Path, tmp_path: Path) -> None:
+    assert main_of(CONVERT, [str(source), str(tmp_path / "out"), "--quiet"]) == 0
     _, params = load_params(tmp_path / "out")
     _, rounded = load_params(source, dtype="bfloat16")
     jax.tree.map(
@@ -66,19 +56,17 @@ def test_default_dtype_is_bfloat16(script: ModuleType, source: Path, tmp_path: P
     )
 
 
-def test_gguf_to_orbax(script: ModuleType, tmp_path: Path) -> None:
+def test_gguf_to_orbax(tmp_path: Path) -> None:
     tensors = random_tensors(CONFIG)
     source = write_gguf(tmp_path / "model.gguf", CONFIG, tensors)
     out = tmp_path / "out"
-    assert main_of(script.main, [str(source), str(out), "--dtype", "float32", "--quiet"]) == 0
+    assert main_of(CONVERT, [str(source), str(out), "--dtype", "float32", "--quiet"]) == 0
     _, params = load_params(out)
     assert_params(params, expected_params(CONFIG, tensors))
     assert (out / "tokenizer.gguf").is_file()
 
 
-def test_named_model(
-    script: ModuleType, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_model(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A known name stands for its own weights, which then have to be that model's."""
     asked: list[object] = []
 
@@ -86,33 +74,31 @@ def test_named_model(
         asked.append((name, weights))
         return source
 
-    monkeypatch.setattr(script, "resolve_weights", resolve)
-    assert main_of(script.main, ["smollm2-135m", str(tmp_path / "out"), "--quiet"]) == 2
+    monkeypatch.setattr(hub, "resolve_weights", resolve)
+    assert main_of(CONVERT, ["smollm2-135m", str(tmp_path / "out"), "--quiet"]) == 2
     assert asked == [("smollm2-135m", None)]
     assert not (tmp_path / "out").exists()
 
 
-def test_force(
-    script: ModuleType, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_force(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("data")
-    assert main_of(script.main, [str(source), str(out)]) == 2
+    assert main_of(CONVERT, [str(source), str(out)]) == 2
     stdout, stderr = capsys.readouterr()
     assert stdout == ""
     assert stderr.startswith(f"error: {out} exists already")
     assert "--force" in stderr
     assert (out / "precious").exists()
-    assert main_of(script.main, [str(source), str(out), "--force", "--quiet"]) == 0
+    assert main_of(CONVERT, [str(source), str(out), "--force", "--quiet"]) == 0
     assert not (out / "precious").exists()
     load_params(out)
 
 
-def test_bad_source(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF\3\0\0\0")
     for source in ("bad.gguf", "absent"):
-        assert main_of(script.main, [str(tmp_path / source), str(tmp_path / "out"), "--quiet"]) == 2
+        assert main_of(CONVERT, [str(tmp_path / source), str(tmp_path / "out"), "--quiet"]) == 2
         stdout, stderr = capsys.readouterr()
         assert stdout == ""
         assert stderr.startswith("error: ")
@@ -138,9 +124,7 @@ def test_command_line(source: Path, tmp_path: Path) -> None:
     assert bad.stderr.count("\n") == 1
 
 
-def test_killed_run_leaves_nothing_that_loads(
-    script: ModuleType, source: Path, tmp_path: Path
-) -> None:
+def test_killed_run_leaves_nothing_that_loads(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "result" / "out"
     code = textwrap.dedent(
         f"""
@@ -173,6 +157,6 @@ def test_killed_run_leaves_nothing_that_loads(
     with pytest.raises(UserError, match=r"no config\.json"):
         load_params(left)
     time.sleep(0.05)
-    assert main_of(script.main, [str(source), str(out), "--quiet"]) == 0
+    assert main_of(CONVERT, [str(source), str(out), "--quiet"]) == 0
     assert list(out.parent.iterdir()) == [out]
     load_params(out)

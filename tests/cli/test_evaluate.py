@@ -1,5 +1,7 @@
-"""scripts/evaluate.py as its user meets it."""
+"""`kvjax evaluate` as its user meets it."""
 
+import argparse
+import functools
 import json
 import os
 import re
@@ -9,21 +11,24 @@ import sys
 
 import pytest
 
-from kvjax.cli import main_of
+from kvjax.cli import evaluate, main_of
+from kvjax.cli.main import run_command
+from kvjax.cli.rows import choose_methods, fill_in
 from kvjax.errors import UserError
-from tests.scripts.conftest import SCRIPTS, load_script
+from tests.scripts.conftest import SCRIPTS
+from tests.tiny import TINY
 
-EVALUATE = load_script("evaluate")
+EVALUATE = functools.partial(run_command, "evaluate")
 SMALL = ("--length", 300, "--rows", 2, "--rates", "2,4", "--methods", "kv-compress", "--batch", 4)
 
 
 @pytest.fixture
 def tiny(tiny_folder, capsys, tmp_path):
-    """Runs the script on the tiny checkpoint; returns exit code, stdout and stderr."""
+    """Runs the command on the tiny checkpoint; returns exit code, stdout and stderr."""
 
     def run(*arguments):
         given = ("--weights", tiny_folder, "--out", tmp_path / "r.jsonl", *SMALL, *arguments)
-        code = main_of(EVALUATE.main, [str(argument) for argument in given])
+        code = main_of(EVALUATE, [str(argument) for argument in given])
         return code, *capsys.readouterr()
 
     return run
@@ -189,24 +194,29 @@ def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
 
 
 def test_quick_names_what_there_is():
-    names = EVALUATE.choose_methods(EVALUATE.QUICK["methods"])
-    assert len(names) > 5
-    options = EVALUATE.parse_arguments(["--quick", "--rows", "3"])
-    assert (options.rows, options.length) == (3, EVALUATE.QUICK["length"])
-    assert EVALUATE.parse_arguments(["--quick", "--prompts", "x"]).tasks is None
+    def options_of(*arguments):
+        parser = argparse.ArgumentParser()
+        evaluate.add_options(parser)
+        options = parser.parse_args(arguments)
+        fill_in(options, evaluate.QUICK)
+        return options
+
+    assert len(choose_methods(evaluate.QUICK["methods"])) > 5
+    options = options_of("--quick", "--rows", "3")
+    assert (options.rows, options.length) == (3, evaluate.QUICK["length"])
+    assert options_of("--quick", "--prompts", "x").tasks is None
     with pytest.raises(UserError, match="did you mean"):
-        EVALUATE.choose_methods("snapvk")
+        choose_methods("snapvk")
 
 
 def test_dummy_weights_run(capsys, tmp_path, monkeypatch):
     from kvjax.models import config
-    from tests.scripts.conftest import TINY
 
     entry = config.MODELS["smollm2-135m"]
     small = type(entry)(**{**entry.__dict__, "config": TINY})
     monkeypatch.setitem(config.MODELS, "smollm2-135m", small)
     arguments = ("--dummy-weights", "--tasks", "kv", "--out", tmp_path / "r.jsonl", *SMALL)
-    assert main_of(EVALUATE.main, [str(argument) for argument in arguments]) == 0, capsys
+    assert main_of(EVALUATE, [str(argument) for argument in arguments]) == 0, capsys
     assert len(read(tmp_path / "r.jsonl")) == 2 * 3
 
 

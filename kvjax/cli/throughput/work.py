@@ -1,4 +1,4 @@
-"""What scripts/throughput.py serves: prompts of one length, or the arrivals of a trace."""
+"""What `kvjax throughput` serves: prompts of one length, or the arrivals of a trace."""
 
 import csv
 import dataclasses

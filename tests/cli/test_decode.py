@@ -1,5 +1,6 @@
-"""scripts/decode.py as its user meets it: what it prints, and what it says of bad input."""
+"""`kvjax decode` as its user meets it: what it prints, and what it says of bad input."""
 
+import functools
 import json
 import os
 import re
@@ -10,22 +11,24 @@ import sys
 import pytest
 
 from kvjax.cli import main_of
-from tests.scripts.conftest import SCRIPTS, TINY, load_script
+from kvjax.cli.main import run_command
+from tests.scripts.conftest import SCRIPTS
+from tests.tiny import TINY
 
 HEADS = TINY.num_layers * TINY.num_kv_heads
 TEXT = "It was the best of times, it was the worst of times. " * 12
-DECODE = load_script("decode")
+DECODE = functools.partial(run_command, "decode")
 
 
 def decode(capsys, *arguments):
     """Exit code, stdout and stderr of a run."""
-    code = main_of(DECODE.main, [str(a) for a in arguments])
+    code = main_of(DECODE, [str(a) for a in arguments])
     return code, *capsys.readouterr()
 
 
 @pytest.fixture
 def tiny(tiny_folder, capsys):
-    """Runs the script on the tiny checkpoint."""
+    """Runs the command on the tiny checkpoint."""
 
     def run(*arguments, prompt=TEXT):
         given = ("--weights", tiny_folder, "--max-new-tokens", 12, "--ignore-eos")

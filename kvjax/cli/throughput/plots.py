@@ -1,4 +1,4 @@
-"""Pictures of scripts/throughput.py's results, like KV-Compress's figures 1b, 7 and 8."""
+"""Pictures of `kvjax throughput`'s results, like KV-Compress's figures 1b, 7 and 8."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,7 @@
 """What all commands do alike: exit codes, streams closed or full, signals at any moment."""
 
 import errno
+import functools
 import io
 import json
 import os
@@ -12,10 +13,12 @@ import time
 
 import pytest
 
+import kvjax
 from kvjax import startup
 from kvjax.cli import ArgumentParser, check_output_file, main_of
+from kvjax.cli.main import COMMANDS, main, run_command
 from kvjax.errors import UserError
-from tests.scripts.conftest import SCRIPTS, load_script
+from tests.scripts.conftest import SCRIPTS
 
 FULL = "/dev/full"
 """A device on which no space is left, on Linux."""
@@ -75,6 +78,51 @@ def test_a_file_that_cannot_be_written_is_refused_early(tmp_path):
     for wrong in (tmp_path, tmp_path / "no" / "folder", tmp_path / ("x" * 500), there / "in"):
         with pytest.raises(UserError, match="--out"):
             check_output_file("--out", str(wrong))
+
+
+def test_kvjax_names_its_commands(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in COMMANDS)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"kvjax {kvjax.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["decod"], ["--decode"], ["convert"]])
+def test_kvjax_refuses_in_one_line(capsys, arguments):
+    assert main_of(main, arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_the_command_as_it_was_called(capsys, name):
+    for script, called in ((False, f"kvjax {name} "), (True, f"python scripts/{name}.py ")):
+        with pytest.raises(SystemExit):
+            run_command(name, ["--help"], script=script)
+        usage, _, text = capsys.readouterr().out.partition("\n\n")
+        assert called in text
+        assert script == (f"kvjax {name}" not in usage + text)
+
+
+def test_scripts_are_the_commands():
+    for name in COMMANDS:
+        script = SCRIPTS / f"{name}.py"
+        assert name == "fetch" or f'main("{name}")' in script.read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["decode", "--help"], ["throughput", "--help"]])
+def test_help_does_not_wait_for_jax(arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "kvjax", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "kvjax.cli.main" in imported
+    assert not imported & {"jax", "numpy", "flax", "rich", "matplotlib"}
 
 
 # Programs of a few lines, each a process of its own. They do not wait for JAX.
@@ -258,7 +306,7 @@ def test_text_that_stdout_does_not_take_is_not_lost(tiny_folder, capsys):
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: cannot write the text to stdout: ")
     assert "Traceback" not in done.stderr
-    assert main_of(load_script("decode").main, [*arguments, "--json"]) == 0
+    assert main_of(functools.partial(run_command, "decode"), [*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] in done.stderr
 
 

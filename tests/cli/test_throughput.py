@@ -1,32 +1,30 @@
-"""scripts/throughput.py as its user meets it: results, tables, traces, bad input."""
+"""`kvjax throughput` as its user meets it: results, tables, traces, bad input."""
 
+import functools
 import gzip
-import importlib
 import json
-import sys
 
 import pytest
 
 from kvjax.cli import main_of
-from tests.scripts.conftest import SCRIPTS, TINY
+from kvjax.cli.main import run_command
+from kvjax.cli.throughput import work
+from tests.tiny import TINY
 
 SMALL = ("--num-prompts", 6, "--output-len", 8, "--max-batch", 4, "--no-limits", "--no-warmup")
 
 
 @pytest.fixture
-def throughput(monkeypatch, capsys, tiny_folder):
-    """Runs the script on the tiny checkpoint: exit code, the JSON lines of stdout, stderr."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+def throughput(capsys, tiny_folder):
+    """Runs the command on the tiny checkpoint: exit code, the JSON lines of stdout, stderr."""
+    command = functools.partial(run_command, "throughput")
 
     def run(*arguments, weights=tiny_folder):
-        module = importlib.import_module("throughput")
-        code = main_of(module.main, [str(a) for a in ("--weights", weights, *arguments)])
+        code = main_of(command, [str(a) for a in ("--weights", weights, *arguments)])
         out, err = capsys.readouterr()
         return code, [json.loads(line) for line in out.splitlines()], err
 
-    yield run
-    for name in ("throughput", "throughput_work", "throughput_plots", "throughput_peer"):
-        sys.modules.pop(name, None)
+    return run
 
 
 @pytest.mark.filterwarnings("ignore:rate .* is .* for a prompt of:kvjax.RateWarning")
@@ -86,7 +84,6 @@ TRACES = {
 def test_traces(throughput, tmp_path, name):
     trace = tmp_path / f"{name}.gz"
     trace.write_bytes(gzip.compress(TRACES[name].encode()))
-    work = importlib.import_module("throughput_work")
     first, second = work.read_trace(str(trace), 10)
     assert (first.input_len, first.output_len) == (37, 4)
     assert (second.input_len, second.output_len) == (39, 5)
@@ -102,8 +99,7 @@ def test_traces(throughput, tmp_path, name):
     assert row["time_per_output_token"]["p50"] > 0
 
 
-def test_a_scaled_trace_has_the_rate_asked_for(throughput):
-    work = importlib.import_module("throughput_work")
+def test_a_scaled_trace_has_the_rate_asked_for():
     arrivals = [work.Arrival(t, 10, 5) for t in (0.0, 1.0, 4.0, 9.0)]
     assert [row.seconds for row in work.at_rate(arrivals, 3.0, 0)] == pytest.approx(
         [0, 1 / 9, 4 / 9, 1]

@@ -1,4 +1,4 @@
-"""Hugging Face transformers serving the same load as a row of scripts/throughput.py.
+"""Hugging Face transformers serving the same load as a row of `kvjax throughput`.
 
 `ask_peer` runs this file in a Python that has torch and transformers: weights are random, the
 shapes those of the model. On a GPU its continuous batching serves all prompts; on a CPU `generate`

@@ -1,0 +1,407 @@
+"""Decode text through a compressed KV cache that is paged per (layer, KV head).
+
+Without options it answers a question about a chapter of the Python documentation with a small
+real model, and shows what the cache held before and after compression:
+
+    kvjax decode --rate 8
+
+Other models, prompts and methods:
+
+    kvjax decode --model llama3.1-8b --rate 32 --prompt-file report.txt \\
+        --question "Who signed it?"
+    kvjax decode --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
+        --max-cache-tokens 1024 --prompt-file book.txt --question "Who is Ishmael?"
+    kvjax decode --weights ./any-llama --prompt "Once upon a time" --no-chat
+    cat notes.txt | kvjax decode --prompt-file - --question "Summarise." --json
+    kvjax decode --method kv-compress-w32-l2 --rate 16 --plot kept.png
+    kvjax decode --method full
+    kvjax decode --model llama3.2-1b --dummy-weights --max-new-tokens 8
+"""
+
+import argparse
+import dataclasses
+import json
+import resource
+import sys
+import time
+import warnings
+from typing import Any
+
+from kvjax.cli.command import check_output_file
+from kvjax.cli.models import add_model_options, check_model_options, load_chosen_model
+from kvjax.cli.progress import Progress
+from kvjax.errors import UserError
+
+TOPIC = "debugger"
+PROMPT_GRAIN = 256
+"""Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
+MOST_PROMPT_BYTES = 1 << 26
+"""Far more than any model reads, and far less than /dev/zero has."""
+RATE_TOLERANCE = 0.1
+"""Share by which the rate that is reached may differ from the one that was asked for, unsaid."""
+QUESTION = "What is the command to continue execution until the next breakpoint?"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser.add_argument_group("model"))
+
+    prompt = parser.add_argument_group("prompt (default: a chapter of the Python documentation)")
+    prompt.add_argument("--prompt", help="the text itself")
+    prompt.add_argument("--prompt-file", help="a UTF-8 file with the text; - reads stdin")
+    prompt.add_argument("--question", help="asked after the text")
+    prompt.add_argument("--system", help="system message")
+    prompt.add_argument(
+        "--no-chat", action="store_true", help="no chat template: continue the text"
+    )
+
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--rate", type=float, help="compression rate (8, if no size is given)")
+    cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs to keep")
+    cache.add_argument("--method", default="shared-reads", help="compression method (%(default)s)")
+    cache.add_argument("--window", type=int, help="observation window, in queries")
+    cache.add_argument("--protected", type=int, help="newest tokens that are never evicted")
+    cache.add_argument("--sinks", type=int, help="oldest tokens that are never evicted")
+    cache.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    cache.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=8192,
+        help="longer prompts run in chunks, compressed in between (%(default)s tokens)",
+    )
+    cache.add_argument("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
+    cache.add_argument(
+        "--compress-every", type=int, metavar="N", help="compress after every N generated tokens"
+    )
+    cache.add_argument(
+        "--no-compress-on-prefill",
+        dest="on_prefill",
+        action="store_false",
+        help="write the whole prompt; leave compression to the other triggers",
+    )
+    cache.add_argument(
+        "--no-compress-before-preemption",
+        dest="before_preemption",
+        action="store_false",
+        help="do not compress when blocks run out while decoding",
+    )
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)"
+    )
+    sampling.add_argument("--top-k", type=int, default=0, help="0 for all (%(default)s)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
+    sampling.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout, all else on stderr"
+    )
+    output.add_argument("--plot", metavar="FILE", help="picture of the KVs each layer × head kept")
+
+
+def read_prompt(options: argparse.Namespace) -> tuple[str, str | None]:
+    """The text and the question."""
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UserError("--prompt and --prompt-file: give one of them")
+    if options.prompt_file is not None:
+        text = _read_text(options.prompt_file)
+    elif options.prompt is not None:
+        text = options.prompt
+    else:
+        from pydoc_data.topics import topics
+
+        return topics[TOPIC], options.question or QUESTION
+    if not text.strip() and not (options.question or "").strip():
+        raise UserError("the prompt is empty: give --prompt, --prompt-file or --question")
+    return text, options.question
+
+
+def _read_text(name: str) -> str:
+    try:
+        with sys.stdin.buffer if name == "-" else open(name, "rb") as stream:
+            data = stream.read(MOST_PROMPT_BYTES + 1)
+        if len(data) > MOST_PROMPT_BYTES:
+            raise UserError(f"{name} is longer than {MOST_PROMPT_BYTES >> 20} MB: shorten it")
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8 (byte {error.start}): convert it, for instance with iconv"
+        ) from error
+    except IsADirectoryError as error:
+        raise UserError(f"{name} is a folder: give a text file") from error
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror}") from error
+
+
+def tokenise(options: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """The prompt's tokens, through the model's chat template if it has one."""
+    text, question = read_prompt(options)
+    content = "\n\n".join(part for part in (text, question) if part)
+    if options.no_chat:
+        return tokenizer.encode(content, add_bos=tokenizer.adds_bos)
+    messages = [{"role": "user", "content": content}]
+    if options.system:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return tokenizer.chat(messages)
+
+
+def differs(rate: float, reached: float) -> bool:
+    """Whether a rate that is reached is another than was asked for."""
+    return abs(reached - rate) > RATE_TOLERANCE * rate
+
+
+def tell_reached_rate(compression: Any, prompt_tokens: int, block_size: int) -> None:
+    """Say, on stderr, where a prompt is not compressed as much as was asked for."""
+    rate, reached = compression.rate, compression.reached_rate(prompt_tokens, block_size)
+    if rate is None or not differs(rate, reached):
+        return
+    cap = compression.cap(prompt_tokens, block_size)
+    budget = f"of {cap} tokens" if cap is not None else "that holds all of it"
+    print(
+        f"warning: this prompt of {prompt_tokens} tokens is compressed {reached:.1f} times, not "
+        f"{rate:g}: a rate gives it a budget {budget}, at least {compression.floor} and in whole "
+        f"blocks of {block_size}; --max-cache-tokens sets it",
+        file=sys.stderr,
+    )
+
+
+class Shown:
+    """Where the text goes as it comes: stdout, or stderr beside --json.
+
+    Where stdout cannot be written any more, all of the text so far goes to stderr.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._text = ""
+        self.error: OSError | None = None
+
+    def __call__(self, text: str) -> None:
+        self._text += text
+        try:
+            print(text, end="", file=self._stream, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self._stream is sys.stderr:
+                raise
+            self._stream, self.error = sys.stderr, error
+            print(self._text, end="", file=sys.stderr, flush=True)
+
+
+def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    """Everything there is to say about a run, as one JSON object."""
+    stats, cache, compression = output.stats, llm.worker.cache, llm.compression
+    prompt_tokens, found = len(output.prompt_token_ids), llm.metrics.as_dict()
+    kvs_before, kvs_after = llm.plan.heads * prompt_tokens, int(stats.kept.sum())
+    block = cache.block_bytes
+    decoded = max(0, len(output.token_ids) - 1)
+    return {
+        "model": llm.model.config.name,
+        "weights": llm.model.source,
+        "method": compression.method,
+        "rate": compression.rate,
+        "reached_rate": compression.reached_rate(prompt_tokens, cache.block_size),
+        "max_cache_tokens": compression.cap(prompt_tokens, cache.block_size),
+        "dtype": str(cache.k.dtype),
+        "block_size": cache.block_size,
+        "prompt_tokens": prompt_tokens,
+        "generated_tokens": len(output.token_ids),
+        "finish_reason": output.finish_reason or "interrupted",
+        "text": output.text,
+        "kvs_before": kvs_before,
+        "kvs_after": kvs_after,
+        "blocks_before": stats.blocks_before,
+        "blocks_after": stats.blocks_after,
+        "bytes_before": stats.blocks_before * block,
+        "bytes_after": stats.blocks_after * block,
+        "achieved_rate": kvs_before / kvs_after,
+        "pool_bytes": cache.num_blocks * block,
+        "peak_blocks": int(found["kvjax_blocks_peak"]),
+        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "budget_shortfall_blocks": stats.shortfall,
+        "blocks_evicted_decoding": stats.blocks_evicted_decoding,
+        "kept_per_layer_head": stats.kept.tolist(),
+        "seconds": seconds,
+        "prefill_tokens_per_second": prompt_tokens / seconds["prefill"],
+        "decode_tokens_per_second": decoded / seconds["decode"] if decoded else None,
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The closing table, on stderr."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    kept = np.asarray(result["kept_per_layer_head"])
+    layers = kept.sum(axis=1)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 100)
+
+    def spread(values) -> str:
+        return f"{values.min():,} / {np.median(values):,.0f} / {values.max():,}"
+
+    def size(count: int) -> str:
+        return f"{count / 1e6:,.1f} MB"
+
+    asked = f"rate {result['rate']:g}" if result["rate"] else f"{result['max_cache_tokens']} tokens"
+    if result["rate"] and differs(result["rate"], result["reached_rate"]):
+        asked += f" ({result['reached_rate']:.1f} reached)"
+    if result["max_cache_tokens"] is None:
+        asked = "nothing evicted"
+    title = f"{result['model']}, {result['method']}, {asked}"
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in ("cache", "before compression", "after", "smaller by"):
+        table.add_column(name, justify="left" if name == "cache" else "right")
+    for name, key in (("KVs", "kvs"), ("blocks", "blocks"), ("bytes", "bytes")):
+        before, after = result[f"{key}_before"], result[f"{key}_after"]
+        form = size if key == "bytes" else "{:,}".format
+        table.add_row(name, form(before), form(after), f"{before / after:.2f}×")
+    console.print(table)
+    facts = Table(show_header=False, show_edge=False, box=None)
+    facts.add_row("KVs kept per head, smallest / median / largest", spread(kept))
+    facts.add_row("KVs kept per layer, smallest / median / largest", spread(layers))
+    facts.add_row("pool allocated on the device", size(result["pool_bytes"]))
+    facts.add_row("prompt tokens", f"{result['prompt_tokens']:,}")
+    ended = result["finish_reason"]
+    facts.add_row("generated tokens", f"{result['generated_tokens']:,} (ended by: {ended})")
+    if result["budget_shortfall_blocks"]:
+        facts.add_row("blocks over the budget", f"{result['budget_shortfall_blocks']:,}")
+    if result["blocks_evicted_decoding"]:
+        facts.add_row("blocks evicted while decoding", f"{result['blocks_evicted_decoding']:,}")
+    for name, value in result["seconds"].items():
+        rate = result.get(f"{name}_tokens_per_second")
+        speed = f", {rate:,.1f} tokens/s" if rate else ""
+        facts.add_row(name, f"{value:.2f} s{speed}")
+    console.print(facts)
+
+
+def run(options: argparse.Namespace) -> int:
+    progress = Progress()
+    start = time.perf_counter()
+    import numpy as np
+
+    from kvjax.cache import CompressionConfig
+    from kvjax.engine import LLM, EngineConfig, RateWarning, SamplingParams, pool_tokens_for
+    from kvjax.engine.compilation import enable_compilation_cache
+
+    # What can be refused without a model is refused before one is loaded.
+    rate = options.rate
+    if rate is None and options.max_cache_tokens is None and options.method != "full":
+        rate = 8.0
+    compression = CompressionConfig(
+        method=options.method,
+        rate=rate,
+        max_cache_tokens=options.max_cache_tokens,
+        window=options.window,
+        protected=options.protected,
+        sinks=options.sinks,
+        on_prefill=options.on_prefill,
+        compress_every=options.compress_every,
+        before_preemption=options.before_preemption,
+    )
+    sampling = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        max_tokens=options.max_new_tokens,
+        stop=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+    )
+    check_model_options(options)
+    # Sizes that follow from the prompt come later.
+    EngineConfig(
+        max_batch=1,
+        block_size=options.block_size,
+        prefill_chunk=options.prefill_chunk,
+        prefill_scratch=options.prefill_chunk,
+        pool_tokens=options.pool_tokens,
+    )
+    read = read_prompt(options)
+    options.prompt, options.prompt_file, options.question = read[0], None, read[1]
+    if options.plot is not None:
+        check_output_file("--plot", options.plot)
+    enable_compilation_cache()
+
+    model, _ = load_chosen_model(options, progress)
+    seconds = {"load": time.perf_counter() - start}
+    prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
+    limit = options.context_length or model.config.max_position_embeddings
+    if len(prompt) + sampling.max_tokens > limit:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens and {sampling.max_tokens} may follow, but the "
+            f"context of {model.config.name} is {limit}: shorten the prompt to "
+            f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
+        )
+    tell_reached_rate(compression, len(prompt), options.block_size)
+    max_len = len(prompt) + sampling.max_tokens
+    # One piece of at most --prefill-chunk tokens at a time; alone, nobody waits for it.
+    chunk = min(options.prefill_chunk, -(-max_len // PROMPT_GRAIN) * PROMPT_GRAIN)
+    config = EngineConfig(
+        max_batch=1,
+        max_len=max_len,
+        block_size=options.block_size,
+        prefill_chunk=chunk,
+        prefill_scratch=chunk,
+        pool_tokens=options.pool_tokens,
+    )
+    if config.pool_tokens is None:
+        tokens = pool_tokens_for(
+            model.config, config, compression, len(prompt), sampling.max_tokens
+        )
+        config = dataclasses.replace(config, pool_tokens=tokens)
+    llm = LLM(model, compression, config)
+    with warnings.catch_warnings():
+        # `tell_reached_rate` has said it.
+        warnings.simplefilter("ignore", RateWarning)
+        name = llm.add_request(prompt, sampling)
+    progress("compile and prefill")
+    output, status, show = None, 0, Shown(sys.stderr if options.json else sys.stdout)
+    try:
+        while llm.has_unfinished():
+            for output in llm.step():
+                progress.clear()
+                show(output.new_text)
+            if output is None:
+                progress("compile and prefill", llm.prefilled(name), len(prompt))
+    except KeyboardInterrupt:
+        progress.clear()
+        if output is None:
+            raise
+        status = 130
+    show("\n")
+    assert output is not None
+    found = llm.metrics.as_dict()
+    for phase in ("compile", "prefill", "compress", "decode"):
+        seconds[phase] = found[f'kvjax_seconds_total{{phase="{phase}"}}']
+    if output.stats.kept is None:
+        raise UserError(
+            f"the pool of {llm.plan.num_blocks} blocks is too small for what the prompt keeps: "
+            "give a larger --pool-tokens or a higher rate"
+        )
+    result = report(output, llm, seconds)
+    print_table(result)
+    if options.json:
+        print(json.dumps(result, ensure_ascii=False), flush=True)
+    if options.plot is not None:
+        from kvjax.eval.plots import plot_kept
+
+        title = f"{result['model']}, {result['method']}, {result['achieved_rate']:.1f}× fewer KVs"
+        plot_kept(output.stats.kept, title, options.plot)
+    if show.error is not None:
+        raise UserError(f"cannot write the text to stdout: {show.error.strerror}; it is above")
+    if output.finish_reason == "pool":
+        raise UserError(
+            f"the pool of {llm.plan.num_blocks} blocks was full after {len(output.token_ids)} "
+            "tokens and nothing more may be evicted: give a larger --pool-tokens or a higher rate"
+        )
+    return status

@@ -1,0 +1,193 @@
+"""Compare cache compression methods on the same prompts, with the memory they really hold.
+
+Every prompt is prefilled once; every (method, rate) then keeps its KVs of it in a paged cache, and
+is scored on the true answer and on an answer of its own, which is given no beginning. Results are
+appended to a JSONL file, and a run that was stopped goes on where it was. A Markdown table with
+95 % intervals stands beside it.
+
+    kvjax evaluate --quick                      # a small model, minutes on a CPU
+    kvjax evaluate --data ./data --tasks needle,kv --methods all --rates 2,8,32
+    kvjax evaluate --prompts mine.jsonl --protocols chat,agnostic
+    kvjax evaluate --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
+        --data ./data --tasks needle,ruler,longbench --length 4096,16384 --rows 20 --out llama.jsonl
+    kvjax plot results.jsonl                    # pictures of it
+
+The full cache always runs too, first. --data names a folder in which needle/, books/, longbench/,
+gsm8k/ and xsum/ are looked for; --haystack, --texts, --longbench, --gsm8k and --xsum name them one
+by one. Without any, needles hide in topics of the Python documentation.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvjax.cli.models import add_model_options, check_model_options, load_chosen_model
+from kvjax.cli.progress import Progress, TimeLeft, spell
+from kvjax.cli.rows import (
+    add_row_options,
+    check_rows,
+    choose_methods,
+    choose_protocols,
+    collect_rows,
+    fill_in,
+    rates_of,
+    table_beside,
+)
+
+QUICK = {
+    "tasks": "needle,passkey,fact,kv",
+    "methods": "random,streaming-llm,h2o,snapkv,pyramidkv-exact,ada-snapkv,tova,kv-compress,"
+    "shared-reads,kvcrush:snapkv",
+    "rates": "4,16,64",
+    "length": "512",
+    "rows": 2,
+}
+"""What --quick stands for: one method of each family."""
+USUAL = {
+    "tasks": "needle,passkey,fact,kv",
+    "methods": "shared-reads",
+    "rates": "2,4,8,16,32,64",
+    "length": "1024",
+    "rows": 10,
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser.add_argument_group("model"))
+
+    what = parser.add_argument_group("what is compared (lists are separated by commas)")
+    what.add_argument("--quick", action="store_true", help="a small run: minutes on a CPU")
+    what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
+    what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
+    add_row_options(parser, what, usual=USUAL, target_tokens=64)
+    what.add_argument(
+        "--max-new-tokens", type=int, help="of an answer, if less than the task's own number"
+    )
+    what.add_argument(
+        "--no-answers",
+        action="store_true",
+        help="no answers for tasks whose metric needs some: score their true ones",
+    )
+
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    cache.add_argument(
+        "--floor", type=int, default=0, help="tokens that every rate keeps at least (%(default)s)"
+    )
+    cache.add_argument(
+        "--batch", type=int, help="variants side by side (as memory allows; 16 on a CPU)"
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out", type=Path, default=Path("results.jsonl"), help="results file (%(default)s)"
+    )
+    output.add_argument("--table", type=Path, help="Markdown page (beside --out)")
+    output.add_argument(
+        "--details",
+        type=int,
+        default=1,
+        help="rows of each task that keep what each layer and head held (%(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    # What can be refused without a model is refused before one is loaded.
+    from kvjax.eval.run import variants_of
+    from kvjax.eval.sizes import EvaluatorConfig
+
+    fill_in(options, QUICK if options.quick else USUAL)
+    variants = variants_of(choose_methods(options.methods), rates_of(options.rates))
+    protocols = choose_protocols(options.protocols)
+    check_rows(options)
+    config = EvaluatorConfig(
+        block_size=options.block_size,
+        num_slots=16 if options.batch is None else options.batch,
+        floor=options.floor,
+        context_length=options.context_length,
+        max_new_tokens=options.max_new_tokens,
+        answers=not options.no_answers,
+        free_tokens=options.free_tokens,
+    )
+    check_model_options(options)
+    table = table_beside(options)
+    with Progress() as progress:
+        return evaluate(options, config, variants, protocols, table, progress)
+
+
+def evaluate(
+    options: argparse.Namespace,
+    config: Any,
+    variants: list[Any],
+    protocols: list[str],
+    table: Path,
+    progress: Progress,
+) -> int:
+    """Load the model, make the rows, run, write the table."""
+    from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.eval.evaluator import Evaluator
+    from kvjax.eval.results import ResultsFile
+    from kvjax.eval.rows import Skipped
+    from kvjax.eval.run import run as run_all
+    from kvjax.eval.run import tokenised
+    from kvjax.eval.sizes import slots_for
+    from kvjax.eval.table import report
+
+    start = time.perf_counter()
+    enable_compilation_cache()
+    model, dtype = load_chosen_model(options, progress)
+    evaluator = Evaluator(model, config)
+    skipped = Skipped()
+    progress("prompts")
+    rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    if options.batch is None:
+        longest = max(len(t.prompt) + len(t.target) for _, t in rows)
+        config = dataclasses.replace(config, num_slots=slots_for(model, longest))
+        evaluator = Evaluator(model, config)
+    progress.clear()
+    for reason in skipped.reasons:
+        print(f"skipped {reason}", file=sys.stderr)
+    shortened = sum(tokens.removed > 0 for _, tokens in rows)
+    settings = {
+        "model": model.config.name,
+        "weights": Path(model.source).name,
+        "dtype": dtype,
+        "block_size": config.block_size,
+        "floor": config.floor,
+        "answers": config.answers,
+        "free_tokens": config.free_tokens,
+        "max_new_tokens": config.max_new_tokens,
+        "context_length": evaluator.limit,
+    }
+    status = 0
+    with ResultsFile(options.out, settings) as file:
+        held = len(file.results)
+        try:
+            left = TimeLeft(progress)
+            run_all(evaluator, rows, protocols, variants, file, left, options.details)
+        except KeyboardInterrupt:
+            status = 130
+        progress.clear()
+        notes = [
+            f"{model.config.name} ({settings['weights']}, {dtype}), blocks of {config.block_size}",
+            f"{len(rows)} prompts, {len(file.results)} results",
+            f"rows skipped: {len(skipped.reasons)}",
+            f"prompts longer than {evaluator.limit} tokens, middle cut out: {shortened}",
+        ]
+        if file.results:
+            page = report(file.results, "Cache compression compared", notes)
+            table.write_text(page, encoding="utf-8")
+            print(page.split("## Every line")[0].rstrip())
+    seconds = time.perf_counter() - start
+    print(
+        f"\n{len(file.results) - held} results in {spell(seconds)} "
+        f"({spell(evaluator.compile_seconds)} compiling), {held} from before; "
+        f"{len(skipped.reasons)} rows skipped; {options.out}, {table}",
+        file=sys.stderr,
+    )
+    if status:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+    return status

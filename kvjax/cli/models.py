@@ -1,0 +1,80 @@
+"""The options that choose a model, for every command that loads one."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kvjax import startup
+from kvjax.checks import check_whole
+from kvjax.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from kvjax.models import LoadedModel
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_model_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, files_only: bool = False
+) -> None:
+    """Add the options that say which model runs: what `load_chosen_model` reads.
+
+    Args:
+        parser: a parser or a group of one.
+        files_only: leave out random weights, dtype and context length.
+    """
+    parser.add_argument(
+        "--model", help="name of a model (what --weights holds; without both, smollm2-135m)"
+    )
+    parser.add_argument(
+        "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
+    )
+    if files_only:
+        parser.set_defaults(dummy_weights=False, dtype="float32", context_length=None)
+        return
+    parser.add_argument(
+        "--dummy-weights", action="store_true", help="random weights of the true shapes"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of weights and cache (float32 on CPU, else bfloat16)"
+    )
+    parser.add_argument(
+        "--context-length", type=int, help="most tokens, instead of the model's own limit"
+    )
+
+
+def check_model_options(options: argparse.Namespace) -> None:
+    """Refuse, before anything slow, what `add_model_options` reads and no model has.
+
+    Raises:
+        UserError: there is no model of that name, or the context length is no length.
+    """
+    if options.context_length is not None:
+        check_whole("--context-length", options.context_length, 1)
+    if options.model is not None:
+        from kvjax.models.config import get_model_entry
+
+        get_model_entry(options.model)
+
+
+def load_chosen_model(
+    options: argparse.Namespace, progress: Progress | None = None
+) -> "tuple[LoadedModel, str]":
+    """The model that the options of `add_model_options` choose, and its dtype by name.
+
+    Raises:
+        UserError: unknown name; weights that are missing, damaged or do not fit the model.
+    """
+    import jax
+
+    from kvjax.models import load_model
+
+    startup.started()
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model = load_model(
+        options.model,
+        weights=options.weights,
+        dummy_weights=options.dummy_weights,
+        dtype=dtype,
+        progress=progress,
+    )
+    return model, dtype

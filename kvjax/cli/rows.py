@@ -1,0 +1,201 @@
+"""The options that choose prompts, methods and rates, for every command that compares methods."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError
+
+
+def add_row_options(
+    parser: argparse.ArgumentParser,
+    what: argparse._ArgumentGroup,
+    usual: dict[str, Any],
+    target_tokens: int,
+) -> None:
+    """Add what `collect_rows` reads.
+
+    Args:
+        parser: gets a group of places of data.
+        what: the group of tasks and rows.
+        usual: what tasks, length and rows are if they are not given, for --help alone.
+        target_tokens: the usual length of a continuation.
+    """
+    what.add_argument("--tasks", help=f"tasks; none with --prompts, else {usual['tasks']}")
+    what.add_argument(
+        "--prompts", action="append", default=[], metavar="FILE", help="prompt file; repeatable"
+    )
+    what.add_argument(
+        "--protocols", default="chat", help="of chat, agnostic, question, prompt (%(default)s)"
+    )
+    what.add_argument(
+        "--free-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="most tokens of the answer that is given no beginning; 0 for none (%(default)s)",
+    )
+    what.add_argument("--split", choices=("dev", "test"), default="test", help="(%(default)s)")
+    what.add_argument("--length", help=f"prompt lengths in tokens ({usual['length']})")
+    what.add_argument("--rows", type=int, help=f"rows of each task and length ({usual['rows']})")
+    what.add_argument(
+        "--depths", type=int, default=5, help="places of needles in the text (%(default)s)"
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
+    what.add_argument(
+        "--target-tokens", type=int, default=target_tokens, help="of a continuation (%(default)s)"
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path, metavar="FOLDER", help="where the others are looked for")
+    data.add_argument("--haystack", type=Path, help="background text: file or folder")
+    data.add_argument("--texts", type=Path, help="long texts to continue: file or folder")
+    data.add_argument(
+        "--longbench", type=Path, metavar="FOLDER", help="LongBench's rows and config"
+    )
+    data.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's rows")
+    data.add_argument("--xsum", type=Path, metavar="FILE", help="XSUM's rows")
+
+
+def fill_in(options: argparse.Namespace, usual: dict[str, Any]) -> None:
+    """Give options that were not given their usual values; no tasks where prompts are given."""
+    for name, value in usual.items():
+        if getattr(options, name) is None and not (name == "tasks" and options.prompts):
+            setattr(options, name, value)
+
+
+def split_list(option: str, text: str) -> list[str]:
+    """The entries of a list separated by commas."""
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    if not entries:
+        raise UserError(f"--{option} {text!r}: give at least one")
+    return list(dict.fromkeys(entries))
+
+
+def numbers[T](option: str, text: str, kind: type[T]) -> list[T]:
+    """The numbers of such a list."""
+    try:
+        return [kind(entry) for entry in split_list(option, text)]  # type: ignore[call-arg]
+    except ValueError as error:
+        raise UserError(f"--{option} {text!r}: give numbers separated by commas") from error
+
+
+def rates_of(text: str) -> list[float]:
+    """Compression rates, checked."""
+    from kvjax.eval.sizes import rate_blocks
+
+    rates = numbers("rates", text, float)
+    for rate in rates:
+        rate_blocks(1, rate, 1, 1)
+    return rates
+
+
+def choose_methods(text: str) -> list[str]:
+    """Names of methods, checked."""
+    from kvjax.cache.methods import METHODS, get_method
+
+    if text == "all":
+        return list(METHODS)
+    return [get_method(name).name for name in split_list("methods", text)]
+
+
+def choose_protocols(text: str) -> list[str]:
+    """Names of protocols, checked, in the order of `PROTOCOLS`."""
+    from kvjax.eval.rows import PROTOCOLS
+
+    names = split_list("protocols", text)
+    for name in names:
+        if name not in PROTOCOLS:
+            raise UserError(f"no protocol {name!r}: there are {', '.join(PROTOCOLS)}")
+    return [name for name in PROTOCOLS if name in names]
+
+
+PLACES = {
+    "haystack": ("needle", ("needle", "passkey", "fact", "kv", "ruler-")),
+    "texts": ("books", ("continuation",)),
+    "longbench": ("longbench", ("longbench",)),
+    "gsm8k": ("gsm8k", ("gsm8k",)),
+    "xsum": ("xsum", ("xsum",)),
+}
+"""Where each option's data lie below --data, and the beginnings of the tasks that need them."""
+
+
+def find_data(options: argparse.Namespace, tasks: list[str]) -> dict[str, Path]:
+    """What was given of `PLACES`, or stands below the data folder.
+
+    Raises:
+        UserError: a path is not there, or the data folder lacks what a task needs.
+    """
+    data = options.data
+    if data is not None and not data.is_dir():
+        raise UserError(f"--data {data}: there is no such folder")
+    paths = {}
+    for option, (place, needed_by) in PLACES.items():
+        given = getattr(options, option)
+        path = given if given is not None else data and data / place
+        needed = [task for task in tasks if task.startswith(needed_by)]
+        if path is None or (given is None and not needed):
+            continue
+        if not path.exists():
+            why = "" if given is not None else f", which the task {needed[0]} needs (or --{option})"
+            raise UserError(f"there is no {path}{why}")
+        paths[option] = path
+    return paths
+
+
+def task_options(options: argparse.Namespace) -> Any:
+    """What the tasks are asked for, as `TaskOptions`."""
+    from kvjax.eval.tasks import TaskOptions, expand_tasks
+
+    return TaskOptions(
+        lengths=tuple(numbers("length", options.length, int)),
+        rows=options.rows,
+        depths=options.depths,
+        split=options.split,
+        seed=options.seed,
+        target_tokens=options.target_tokens,
+        **find_data(options, expand_tasks(split_list("tasks", options.tasks))),
+    )
+
+
+def check_rows(options: argparse.Namespace) -> None:
+    """Refuse, before a model is loaded, what `collect_rows` could not use.
+
+    Raises:
+        UserError: no such task, no such file, or a number out of range.
+    """
+    from kvjax.eval.rows import Skipped, read_prompts
+    from kvjax.eval.tasks import expand_tasks, get_task
+
+    if options.tasks is not None:
+        for name in expand_tasks(split_list("tasks", options.tasks)):
+            get_task(name)
+        task_options(options)
+    for name in options.prompts:
+        read_prompts(Path(name), Skipped())
+
+
+def collect_rows(options: argparse.Namespace, tokenizer: Any, skipped: Any) -> list[Any]:
+    """The rows of all tasks and prompt files."""
+    from kvjax.eval.rows import read_prompts
+    from kvjax.eval.tasks import Context, make_rows
+
+    rows = []
+    if options.tasks is not None:
+        context = Context(tokenizer, task_options(options), skipped)
+        rows += make_rows(split_list("tasks", options.tasks), context)
+    for name in options.prompts:
+        rows += read_prompts(Path(name), skipped)
+    return rows
+
+
+def table_beside(options: argparse.Namespace) -> Path:
+    """Where the Markdown page goes: --table, or a name like that of --out.
+
+    Raises:
+        UserError: there is no folder for one of the two.
+    """
+    table = options.table or options.out.with_suffix(".md")
+    for path in (options.out, table):
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no such folder")
+    return table

@@ -1,0 +1,193 @@
+"""Tokens per second of the engine, by compression rate and prompt length.
+
+    kvjax throughput --rate v 1 16 --input-len 1900 --output-len 128 \\
+        --num-prompts 32 --pool-tokens 6144
+    kvjax throughput --model llama3.1-8b --dummy-weights --emulate l4 \\
+        --input-len 6000 --rate v 1 8 64 --out results.jsonl --plot-dir plots
+    kvjax throughput --trace AzureLLMInferenceTrace_conv.csv.gz --request-rate 0.5 \\
+        --num-prompts 64 --rate v 8
+
+All prompts are submitted at once, each of one length, and every answer has its full length
+(KV-Compress, section 5.3); with --trace they arrive one by one. Rate "v" is the same engine with
+compression left out. The largest batch that the arithmetic allows stands beside the one reached,
+and the elapsed time beside the time that the machine's matrix rate and copy bandwidth, measured
+in the same run, would need. Each result is one line of JSON; the last line is the last result.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvjax.checks import check_number, check_whole, shown
+from kvjax.cli.command import check_output_file
+from kvjax.cli.models import DTYPES, load_chosen_model
+from kvjax.cli.progress import Progress
+from kvjax.errors import UserError
+
+LENGTHS = [500, 1000, 2000, 4000, 6000, 8000, 10000, 12000]
+RATES = ["v", "1", "2", "4", "8", "16", "32", "64"]
+EMULATED = {"l4": 19_500, "h100": 40_000}
+"""KV pools, in tokens, of the papers' two cards beside their models' weights."""
+
+MOST = 10_000_000
+"""Prompts, tokens, sequences: more than any machine serves."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="name of a model (what --weights holds; without both, smollm2-135m)")
+    add("--weights", help="folder, GGUF file, Orbax checkpoint, or hub id")
+    add("--dummy-weights", action="store_true", help="random weights of the true shapes")
+    add("--dtype", choices=DTYPES, help="of weights and cache")
+    add("--rate", nargs="+", default=RATES, help='compression rates, "v" for none (%(default)s)')
+    add("--input-len", nargs="+", type=int, default=LENGTHS, help="prompt lengths (%(default)s)")
+    add("--output-len", type=int, default=500, help="tokens of each answer (%(default)s)")
+    add("--num-prompts", type=int, default=256, help="(%(default)s)")
+    add("--method", default="kv-compress-continual", help="compression method (%(default)s)")
+    add("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
+    add("--emulate", choices=EMULATED, help="the pool of one of the papers' cards")
+    add("--max-batch", type=int, default=256, help="most sequences at once (%(default)s)")
+    add("--prefill-chunk", type=int, default=2048, help="(%(default)s tokens)")
+    add("--prefill-scratch", type=int, default=16384, help="(%(default)s tokens)")
+    add("--steps-per-visit", type=int, default=8, help="(%(default)s)")
+    add("--temperature", type=float, default=1.0, help="(%(default)s)")
+    add("--repeated-word", action="store_true", help="prompts of one repeated word, as the papers'")
+    add("--prompt-file", help="text that prompts are cut from (Python's documentation)")
+    add("--trace", help="arrivals: Azure's CSV, Mooncake's JSONL, or lengths alone (.gz too)")
+    add("--request-rate", type=float, help="requests per second of --trace (its own by default)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compile everything before measuring (yes)",
+    )
+    add("--no-limits", dest="limits", action="store_false", help="do not measure the machine")
+    add("--out", metavar="FILE", help="append each result to this JSONL file")
+    add("--plot-dir", metavar="FOLDER", help="pictures by rate and by length")
+    add("--peer-python", help="a Python with torch and transformers: serve the same there")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what can be refused without a model.
+
+    Raises:
+        UserError: a number is out of range, or a file cannot be written.
+    """
+    from kvjax.cli.throughput.measure import compression_of, engine_config
+    from kvjax.engine import SamplingParams
+
+    for name in ("num_prompts", "output_len", "max_batch"):
+        check_whole(f"--{name.replace('_', '-')}", getattr(options, name), 1, MOST)
+    for length in options.input_len:
+        check_whole("--input-len", length, 1, MOST)
+    if options.request_rate is not None:
+        check_number("--request-rate", options.request_rate, 0, above=True)
+    check_whole("--seed", options.seed, 0)
+    SamplingParams(temperature=options.temperature, max_tokens=options.output_len)
+    if options.emulate and options.pool_tokens is not None:
+        raise UserError("--emulate and --pool-tokens both size the pool: give one of them")
+    engine_config(options, max_len=None)
+    for rate in options.rate:
+        compression_of(rate, options.method)
+    if options.out is not None:
+        check_output_file("--out", options.out)
+    if options.plot_dir is not None and not Path(options.plot_dir).is_dir():
+        raise UserError(f"--plot-dir {shown(options.plot_dir)}: there is no such folder")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table, on stderr."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_edge=False)
+    names = ("length", "rate", "total tok/s", "output tok/s", "vs v", "batch", "mean", "expected")
+    phases = ("prefill", "compress", "decode", "host")
+    for name in (*names, "preempted", *phases, "roofline"):
+        table.add_column(name, justify="right")
+
+    def cell(row: dict[str, Any], name: str, form: str) -> str:
+        return form.format(row[name]) if row.get(name) is not None else ""
+
+    for row in rows:
+        vanilla = [
+            other["total_tokens_per_second"]
+            for other in rows
+            if other["input_len"] == row["input_len"] and other.get("rate", 0) is None
+        ]
+        rate = "peer" if row.get("peer") else cell(row, "rate", "{:g}") or "v"
+        table.add_row(
+            cell(row, "input_len", "{}") or "trace",
+            rate,
+            cell(row, "total_tokens_per_second", "{:,.1f}"),
+            cell(row, "output_tokens_per_second", "{:,.1f}"),
+            f"{row['total_tokens_per_second'] / vanilla[0]:.2f}×" if vanilla else "",
+            cell(row, "max_batch", "{}"),
+            cell(row, "mean_batch", "{:.1f}"),
+            cell(row, "expected_batch", "{}"),
+            cell(row, "preemptions", "{}"),
+            *(cell(row.get("seconds_by_phase", {}), phase, "{:.1f} s") for phase in phases),
+            cell(row, "roofline_share", "{:.0%}"),
+        )
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+    console.print(table)
+
+
+def run(options: argparse.Namespace) -> int:
+    check(options)
+
+    import numpy as np
+
+    from kvjax.cli.throughput.limits import measure_limits
+    from kvjax.cli.throughput.measure import measure
+    from kvjax.cli.throughput.work import REPEATED, Arrival, at_rate, read_trace, source_tokens
+    from kvjax.engine.compilation import enable_compilation_cache
+
+    trace = read_trace(options.trace, options.num_prompts) if options.trace else None
+    enable_compilation_cache()
+    rows: list[dict[str, Any]] = []
+    with Progress() as progress:
+        model, _ = load_chosen_model(options, progress)
+        if options.repeated_word:
+            source = np.asarray(model.tokenizer.encode(REPEATED)[:1], np.int32)
+        else:
+            source = source_tokens(model.tokenizer, options.prompt_file)
+        progress("measure the machine")
+        limits = measure_limits() if options.limits else None
+        if trace is None:
+            works = [
+                ([n] * options.num_prompts, [Arrival(0.0, n, options.output_len)])
+                for n in options.input_len
+            ]
+            works = [(lengths, row * options.num_prompts) for lengths, row in works]
+        else:
+            arrivals = at_rate(trace, options.request_rate, options.seed)
+            works = [([row.input_len for row in arrivals], arrivals)]
+        for lengths, arrivals in works:
+            for rate in options.rate:
+                row = measure(model, options, rate, lengths, arrivals, source, limits, progress)
+                rows.append(row)
+                line = json.dumps(row)
+                if options.out:
+                    with open(options.out, "a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+                progress.clear()
+                if len(works) * len(options.rate) > len(rows) or options.peer_python:
+                    print(line, flush=True)
+    if options.peer_python:
+        from kvjax.cli.throughput.peer import ask_peer
+
+        row = ask_peer(options, model, rows[-1])
+        rows.append(row)
+        line = json.dumps(row)
+    show(rows)
+    if options.plot_dir:
+        from kvjax.cli.throughput.plots import plot_all
+
+        for file in plot_all(rows, Path(options.plot_dir)):
+            print(f"wrote {file}", file=sys.stderr)
+    print(line, flush=True)
+    return 0
