@@ -15,9 +15,16 @@ from the old smollm2.npz; --text makes new ones from a text file, which must be 
 for a short text of this script's own.
 """
 
-import argparse
 import sys
 from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from kvjax.startup import guard
+
+guard(__name__)
+
 from typing import Any
 
 import gguf
@@ -28,7 +35,9 @@ import tokenizers  # pyright: ignore[reportMissingImports]
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
+from kvjax.cli import ArgumentParser, run_script
+
+GOLDEN = REPOSITORY / "tests" / "golden"
 sys.path.insert(0, str(GOLDEN))
 
 import tiny_models  # pyright: ignore[reportMissingImports]
@@ -227,23 +236,21 @@ def make_qwen(path: Path, text: str) -> None:
     print(f"{golden}: {golden.stat().st_size / 1e6:.2f} MB")
 
 
-def main() -> None:
-    summary, details = (__doc__ or "").split("\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2 (only the tiny ones if absent)")
     parser.add_argument("--text", type=Path, help="a UTF-8 text whose first tokens are the prompt")
     parser.add_argument("--qwen", type=Path, metavar="FILE", help="Qwen2.5-Coder-0.5B-Instruct")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.qwen is not None:
         make_qwen(args.qwen, QWEN_TEXT)
-        return
+        return 0
     make_tiny()
     if args.gguf is not None:
         text = args.text.read_text(encoding="utf-8") if args.text else None
         make_smollm2(args.gguf, text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

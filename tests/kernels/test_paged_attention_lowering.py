@@ -2,7 +2,7 @@
 
 Lowering runs Mosaic's own passes: it catches what does not fit shared memory, wrong swizzles and
 layouts, and unsupported operations. Compiling needs the vendors' toolchains:
-scripts/compile_kernels.py.
+benchmarks/kernels/compile.py.
 """
 
 import jax

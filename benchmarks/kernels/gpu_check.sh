@@ -2,21 +2,21 @@
 # Everything a machine with a GPU is for, in one call of at most ten minutes: are the kernels right
 # there, how fast are they, how fast is a decode step, how many tokens per second come out.
 #
-#   scripts/gpu_check.sh OUT_FOLDER                      # writes log.txt and a *.json per step
-#   STEPS="kernels throughput" scripts/gpu_check.sh /tmp/out    # some, where time is short: check,
+#   benchmarks/kernels/gpu_check.sh OUT_FOLDER                      # writes log.txt and a *.json per step
+#   STEPS="kernels throughput" benchmarks/kernels/gpu_check.sh /tmp/out    # some, where time is short: check,
 #                                                               # decode_step, kernels, throughput
-#   SECONDS_IN_ALL=1200 THROUGHPUT_ARGS="--model llama3.1-70b …" scripts/gpu_check.sh /tmp/out
+#   SECONDS_IN_ALL=1200 THROUGHPUT_ARGS="--model llama3.1-70b …" benchmarks/kernels/gpu_check.sh /tmp/out
 #
 # A step that fails or runs out of time does not stop the next one. Exit code 1 if any did.
 set -uo pipefail
 
-out=${1:?usage: scripts/gpu_check.sh OUT_FOLDER}
+out=${1:?usage: benchmarks/kernels/gpu_check.sh OUT_FOLDER}
 python=${PYTHON:-python3}
 seconds_in_all=${SECONDS_IN_ALL:-570}
 steps=${STEPS:-check kernels decode_step throughput}
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
-cd "$(dirname "$0")/.." || exit 2
+cd "$(dirname "$0")/../.." || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 text=$(mktemp)
 trap 'rm -f "$text"' EXIT
@@ -65,13 +65,13 @@ step() {
     ((code == 0)) || failed=1
 }
 
-step check 170 "$python" scripts/bench_kernels.py --only check --out "$out/check.json"
-step decode_step 140 "$python" scripts/bench_kernels.py --only step --out "$out/decode_step.json"
+step check 170 "$python" -m benchmarks.kernels --only check --out "$out/check.json"
+step decode_step 140 "$python" -m benchmarks.kernels --only step --out "$out/decode_step.json"
 # `decode` takes longest: when the time is up, what it has found by then is in the file.
-step kernels 220 "$python" scripts/bench_kernels.py --only window move decode \
+step kernels 220 "$python" -m benchmarks.kernels --only window move decode \
     --out "$out/kernels.json"
 # shellcheck disable=SC2086
-step throughput 300 "$python" scripts/throughput.py $THROUGHPUT_ARGS --out "$out/throughput.jsonl"
+step throughput 300 "$python" -m kvjax throughput $THROUGHPUT_ARGS --out "$out/throughput.jsonl"
 
 printf '{"gpu":"%s","seconds":%d,"steps":[%s]}\n' \
     "$gpu" "$SECONDS" "$(IFS=, && echo "${results[*]}")" | tee "$out/summary.json"

@@ -1,7 +1,7 @@
-"""The kvpress half of scripts/compare_kvpress.py; runs in a Python with torch and kvpress.
+"""The kvpress half of `python -m benchmarks.kvpress`; runs in a Python with torch and kvpress.
 
-    python scripts/compare_kvpress_peer.py --versions
-    python scripts/compare_kvpress_peer.py MODEL_FOLDER < jobs.jsonl
+    python benchmarks/kvpress/peer.py --versions
+    python benchmarks/kvpress/peer.py MODEL_FOLDER < jobs.jsonl
 
 A job is a JSON line: token ids of a prompt, how many of them are compressed, how many of those open
 the chat template before the text, the target's token ids, and presses with the KVs that each may
@@ -15,6 +15,9 @@ gives, so each has a cache of its own and its hook runs on every layer's KVs in 
 need the attention itself share a second prefill. KVzip runs as it is, but scores a prompt once for
 all ratios.
 """
+
+# pyright: reportAttributeAccessIssue=false
+# It takes this folder for the package of the same name.
 
 import contextlib
 import json

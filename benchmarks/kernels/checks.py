@@ -1,4 +1,4 @@
-"""What `bench_kernels.py --only check` compares: each kernel with the XLA reference in float32."""
+"""What `--only check` compares: each kernel with the XLA reference in float32."""
 
 import functools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What scripts/compare_kvpress.py says of its results: pairs of methods, tables, a page."""
+"""What is said of the results: pairs of methods, tables, a page."""
 
 import collections
 import dataclasses
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from compare_kvpress_work import PREFIX, PRESSES, peer_method
 
+from benchmarks.kvpress.presses import PREFIX, PRESSES, peer_method
 from kvjax.eval.results import Result
 from kvjax.eval.table import FULL, LEAST_FULL, RESAMPLES, Interval, bootstrap, protocols_of
 

@@ -1,7 +1,6 @@
-"""scripts/compare_kvpress.py without torch: budgets, tables, positions, weights, bad input."""
+"""`python -m benchmarks.kvpress` without torch: budgets, tables, positions, weights, bad input."""
 
 import functools
-import importlib
 import json
 import sys
 
@@ -10,9 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kvjax.cli import main_of
+from benchmarks.kvpress import __main__ as command
+from benchmarks.kvpress import presses, process, report
+from benchmarks.kvpress.checkpoint import export
+from kvjax.cli import Progress, main_of
 from kvjax.errors import UserError
-from tests.scripts.conftest import SCRIPTS
 from tests.tiny import TINY
 
 PEER = """
@@ -46,26 +47,6 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    """The script and its pure parts."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    names = ("compare_kvpress", "compare_kvpress_work", "compare_kvpress_tables")
-    yield [importlib.import_module(name) for name in names]
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def work(modules):
-    return modules[1]
-
-
-@pytest.fixture
-def tables(modules):
-    return modules[2]
-
-
-@pytest.fixture
 def python(tmp_path):
     """Makes a stand-in for the peer's Python: runs `text` with the arguments after the script."""
 
@@ -80,17 +61,17 @@ def python(tmp_path):
     return make
 
 
-def test_a_press_runs_at_the_reference_and_at_its_like_named_method(work):
+def test_a_press_runs_at_the_reference_and_at_its_like_named_method():
     kept = {"kv-compress": 900, "snapkv-w64-avg5": 1800, "full": 9000}
-    assert work.budgets("snapkv", "kv-compress", kept) == ["kv-compress", "snapkv-w64-avg5"]
-    assert work.budgets("kvzip", "kv-compress", kept) == ["kv-compress"]
-    assert work.budgets("tova", "kv-compress", kept) == ["kv-compress"]
-    assert work.budgets("snapkv", "snapkv-w64-avg5", kept) == ["snapkv-w64-avg5"]
+    assert presses.budgets("snapkv", "kv-compress", kept) == ["kv-compress", "snapkv-w64-avg5"]
+    assert presses.budgets("kvzip", "kv-compress", kept) == ["kv-compress"]
+    assert presses.budgets("tova", "kv-compress", kept) == ["kv-compress"]
+    assert presses.budgets("snapkv", "snapkv-w64-avg5", kept) == ["snapkv-w64-avg5"]
 
 
-def test_budgets_that_are_equal_but_for_rounding_share_a_run(work):
-    assert work.group_equal({"a": 1000, "b": 1010, "c": 1011}) == [["a", "b"], ["c"]]
-    assert work.group_equal({}) == []
+def test_budgets_that_are_equal_but_for_rounding_share_a_run():
+    assert presses.group_equal({"a": 1000, "b": 1010, "c": 1011}) == [["a", "b"], ["c"]]
+    assert presses.group_equal({}) == []
 
 
 @pytest.mark.parametrize(
@@ -102,34 +83,32 @@ def test_budgets_that_are_equal_but_for_rounding_share_a_run(work):
         ([[]], [[1]], 1.0),
     ],
 )
-def test_agreement_is_the_share_of_the_smaller_set(work, ours, theirs, share):
-    assert work.agreement(ours, theirs) == pytest.approx(share)
+def test_agreement_is_the_share_of_the_smaller_set(ours, theirs, share):
+    assert presses.agreement(ours, theirs) == pytest.approx(share)
 
 
-def test_agreement_needs_the_same_heads(work):
+def test_agreement_needs_the_same_heads():
     with pytest.raises(ValueError, match="got 1 heads, wanted 2"):
-        work.agreement([[1], [2]], [[1]])
+        presses.agreement([[1], [2]], [[1]])
 
 
-def test_weights_for_the_peer_are_those_that_were_loaded(modules, tiny_folder, tmp_path):
-    from kvjax.cli import Progress
+def test_weights_for_the_peer_are_those_that_were_loaded(tiny_folder, tmp_path):
     from kvjax.models.config import config_from_hf
     from kvjax.models.tokenizer import ByteTokenizer
 
-    script = modules[0]
     folder = tmp_path / "out"
     arguments = TINY, ByteTokenizer(), tiny_folder
-    script.export(*arguments, folder, Progress())
+    export(*arguments, folder, Progress())
     written, true = (load_file(f / "model.safetensors") for f in (folder, tiny_folder))
     assert written.keys() == true.keys()
     for name, tensor in true.items():
         np.testing.assert_array_equal(written[name], tensor)
     config = json.loads((folder / "config.json").read_text())
     assert config_from_hf(config, name="tiny") == TINY
-    script.export(*arguments, folder, Progress())
+    export(*arguments, folder, Progress())
     (folder / "config.json").write_text("{}")
     with pytest.raises(UserError, match="another model"):
-        script.export(*arguments, folder, Progress())
+        export(*arguments, folder, Progress())
 
 
 def result(id, method, rate, **changes):
@@ -140,9 +119,9 @@ def result(id, method, rate, **changes):
 
 
 @pytest.fixture
-def results(work):
+def results():
     """Three prompts; the peer lacks one of them."""
-    theirs = work.peer_method("snapkv", "snapkv-w64-avg5")
+    theirs = presses.peer_method("snapkv", "snapkv-w64-avg5")
     rows = [result(id, "full", 1.0, kvs=100) for id in "abc"]
     rows += [result(id, "snapkv-w64-avg5", 8.0, nll=3.0, kvs=12) for id in "abc"]
     full = {"em": 1, "nll": 2.0}
@@ -153,38 +132,40 @@ def results(work):
     return rows
 
 
-def test_pairs_stand_on_the_prompts_that_both_ran(tables, results):
-    (pair,) = tables.pairs_of(results)
+def test_pairs_stand_on_the_prompts_that_both_ran(results):
+    (pair,) = report.pairs_of(results)
     assert (pair.press, pair.method, pair.prompts) == ("snapkv", "snapkv-w64-avg5", 2)
     assert pair.like
     assert pair.kvs == (10, 12)
-    assert [score.mean for score in pair.score] == [0.0, 1.0]
-    assert [ratio.mean for ratio in pair.nll_ratio] == [2.5, 1.5]
+    assert [score and score.mean for score in pair.score] == [0.0, 1.0]
+    assert [ratio and ratio.mean for ratio in pair.nll_ratio] == [2.5, 1.5]
+    assert pair.kl[0] is not None
     assert pair.kl[0].mean == 1.5
     assert pair.positions == 0.5
-    assert tables.overlaps(pair) is False
+    assert report.overlaps(pair) is False
 
 
-def test_continuations_are_compared_by_nll(tables, results):
+def test_continuations_are_compared_by_nll(results):
     rows = [{**row, "score": None} for row in results]
-    (pair,) = tables.pairs_of(rows)
+    (pair,) = report.pairs_of(rows)
     assert pair.score == (None, None)
-    assert tables.overlaps(pair) is False
+    assert report.overlaps(pair) is False
     same = [{**row, "nll": 3.0} if row["rate"] == 8 else row for row in rows]
-    assert tables.overlaps(tables.pairs_of(same)[0]) is True
+    assert report.overlaps(report.pairs_of(same)[0]) is True
 
 
-def test_the_mean_of_tasks_counts_each_task_once(tables):
-    mean = tables.mean_of_tasks([[1, 0, 1, 0], [1, 1]])
+def test_the_mean_of_tasks_counts_each_task_once():
+    mean = report.mean_of_tasks([[1, 0, 1, 0], [1, 1]])
+    assert mean is not None
     assert mean.mean == 0.75
     assert 0.5 <= mean.low < 0.75 < mean.high <= 1
-    assert tables.mean_of_tasks([[0.5]]) == tables.Interval(0.5, 0.5, 0.5)
-    assert tables.mean_of_tasks([]) is None
-    assert tables.mean_of_tasks([[1.0], []]) is None
+    assert report.mean_of_tasks([[0.5]]) == report.Interval(0.5, 0.5, 0.5)
+    assert report.mean_of_tasks([]) is None
+    assert report.mean_of_tasks([[1.0], []]) is None
 
 
-def test_the_summary_has_a_line_per_method_and_a_column_per_rate(tables, work, results):
-    theirs = work.peer_method("snapkv", "snapkv-w64-avg5")
+def test_the_summary_has_a_line_per_method_and_a_column_per_rate(results):
+    theirs = presses.peer_method("snapkv", "snapkv-w64-avg5")
     other = [{**row, "task": "fact", "id": "f" + row["id"]} for row in results]
     weak = [{**row, "task": "weak", "id": "w" + row["id"]} for row in results]
     weak = [{**row, "score": 0.0} if row["method"] == "full" else row for row in weak]
@@ -196,7 +177,7 @@ def test_the_summary_has_a_line_per_method_and_a_column_per_rate(tables, work, r
         if row["method"] == "full" and row["id"] == "fa":
             row["score"] = 0.0
         row["free"] = {"full": 1.0, theirs: 0.0}.get(row["method"], float(row["id"] == "a"))
-    page = "\n".join(tables.summary_tables(rows, "snapkv-w64-avg5"))
+    page = "\n".join(report.summary_tables(rows, "snapkv-w64-avg5"))
     exact, free = page.split("Answers without a given beginning that hold the answer, %, mean")
     assert "Exact matches, %, mean of needle, fact, `prompt`" in exact
     assert "| kvpress snapkv | 50 [50, 50] |" in exact
@@ -214,11 +195,11 @@ def test_the_summary_has_a_line_per_method_and_a_column_per_rate(tables, work, r
     assert "| kvpress snapkv | 1.500 [1.000, 2.000] |" in page
     # The full cache fails there: nothing follows.
     assert "weak" not in page
-    assert "kvpress" not in "\n".join(tables.summary_tables(rows, "kv-compress"))
+    assert "kvpress" not in "\n".join(report.summary_tables(rows, "kv-compress"))
 
 
-def test_the_page_says_what_was_measured(tables, results):
-    page = tables.report(results, ["a note"], "snapkv-w64-avg5")
+def test_the_page_says_what_was_measured(results):
+    page = report.report(results, ["a note"], "snapkv-w64-avg5")
     line = next(line for line in page.splitlines() if "| snapkv |" in line)
     assert "2.50 [2.00, 3.00] | 1.50 [1.50, 1.50]" in line
     assert line.endswith("| no |")
@@ -233,15 +214,14 @@ ROW = {
 
 
 @pytest.fixture
-def run(modules, tmp_path, tiny_folder, python, capsys):
-    """Runs the script against a stand-in whose scores are made up and whose logits are ours."""
+def run(tmp_path, tiny_folder, python, capsys):
+    """Runs the command against a stand-in whose scores are made up and whose logits are ours."""
     from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.passes import dense_pass
     from kvjax.eval.rows import Row
     from kvjax.eval.sizes import EvaluatorConfig
     from kvjax.models import load_model
 
-    script = modules[0]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps(ROW) + "\n")
     model = load_model(weights=tiny_folder)
@@ -257,7 +237,7 @@ def run(modules, tmp_path, tiny_folder, python, capsys):
         program = python(f"LOGITS, HEADS, LAYERS, SHIFT = {values}\n" + PEER)
         given = ["--peer-python", program, "--weights", str(tiny_folder), "--prompts", str(prompts)]
         given += ["--out", str(tmp_path / "out.jsonl"), "--rates", "4", *map(str, arguments)]
-        code = main_of(script.main, given)
+        code = main_of(command.main, given)
         return code, *capsys.readouterr()
 
     return go
@@ -312,15 +292,15 @@ def test_another_reference_at_the_same_kvs_runs_no_press(run, tmp_path):
         assert [first[name] for name in same] == [second[name] for name in same]
 
 
-def test_equal_kvs_are_found_under_any_name(work):
+def test_equal_kvs_are_found_under_any_name():
     rows = [
-        result("a", work.peer_method("tova", "h2o"), 8.0, kvs_wanted=1000),
-        result("a", work.peer_method("kvzip", "h2o"), 8.0, kvs_wanted=2000),
+        result("a", presses.peer_method("tova", "h2o"), 8.0, kvs_wanted=1000),
+        result("a", presses.peer_method("kvzip", "h2o"), 8.0, kvs_wanted=2000),
     ]
-    assert work.find_equal(rows, "tova", 1009) is rows[0]
-    assert work.find_equal(rows, "tova", 1020) is None
-    assert work.find_equal(rows, "kvzip", 1000) is None
-    again = work.relabelled(rows[0], "tova", "kv-compress", 16.0)
+    assert presses.find_equal(rows, "tova", 1009) is rows[0]
+    assert presses.find_equal(rows, "tova", 1020) is None
+    assert presses.find_equal(rows, "kvzip", 1000) is None
+    again = presses.relabelled(rows[0], "tova", "kv-compress", 16.0)
     assert (again["method"], again["rate"]) == ("kvpress:tova@kv-compress", 16.0)
     assert again["kvs_wanted"] == 1000
 
@@ -349,23 +329,23 @@ def test_another_tokenizer_is_noticed(run, tmp_path):
         (("--peer-python", "/no/python"), "give a Python with torch and kvpress"),
     ],
 )
-def test_bad_input_is_one_line(modules, capsys, arguments, message):
-    code = main_of(modules[0].main, ["--peer-python", sys.executable, *arguments])
+def test_bad_input_is_one_line(capsys, arguments, message):
+    code = main_of(command.main, ["--peer-python", sys.executable, *arguments])
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_python_without_kvpress_says_what_to_install(work, python):
+def test_a_python_without_kvpress_says_what_to_install(python):
     program = python("raise ModuleNotFoundError(\"No module named 'kvpress'\")")
     with pytest.raises(UserError, match=r"No module named 'kvpress'; install it there: .*kvpress"):
-        work.peer_versions(program)
+        process.peer_versions(program)
 
 
-def test_a_peer_that_ends_leaves_its_last_words(work, python, tmp_path):
+def test_a_peer_that_ends_leaves_its_last_words(python, tmp_path):
     with (
-        work.PeerProcess(python("raise MemoryError('too much')"), tmp_path) as peer,
+        process.PeerProcess(python("raise MemoryError('too much')"), tmp_path) as peer,
         pytest.raises(UserError, match="MemoryError: too much"),
     ):
         peer.ask({"prompt": list(range(100_000))})

@@ -3,9 +3,9 @@
 A decode kernel has done its work when every kept key and value was read once, so what counts is
 the share of the copy bandwidth that it reaches on exactly these bytes.
 
-    python scripts/bench_kernels.py --out bench.json                  # on a GPU: a few minutes
-    python scripts/bench_kernels.py --size small                      # anywhere, to see it work
-    python scripts/bench_kernels.py --only check decode --no-rivals
+    python -m benchmarks.kernels --out bench.json                 # on a GPU: a few minutes
+    python -m benchmarks.kernels --size small                     # anywhere, to see it work
+    python -m benchmarks.kernels --only check decode --no-rivals
 
 Sections: `check` (every kernel against the XLA reference on the same inputs), `decode` (attention
 of one layer, against JAX's own paged attention, cuDNN, torch, and FlashInfer where it is
@@ -14,7 +14,10 @@ whole decode step with random weights against the bytes it must read). The last 
 JSON object.
 """
 
-import argparse
+from kvjax.startup import guard
+
+guard(__name__)
+
 import dataclasses
 import functools
 import json
@@ -24,8 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_kernels_targets import targets
-
+from benchmarks.kernels.targets import targets
+from kvjax import startup
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.cli.throughput.limits import (
     ROUNDS,
@@ -91,7 +94,7 @@ class Bench:
 
 def check(bench: Bench) -> None:
     """Every kernel that is chosen here against the XLA reference on the same inputs."""
-    from bench_kernels_checks import checks
+    from benchmarks.kernels.checks import checks
 
     for name, chosen, errors, limit in checks(bench.small):
         good = all(error <= limit for error in errors.values())
@@ -103,7 +106,7 @@ def check(bench: Bench) -> None:
 
 def decode(bench: Bench) -> None:
     """One layer's decode attention, ours and others', with and without the statistic."""
-    from bench_kernels_cases import decode_cases
+    from benchmarks.kernels.cases import decode_cases
 
     for case in decode_cases(bench.small):
         ours(bench, case)
@@ -128,8 +131,8 @@ def ours(bench: Bench, case) -> None:
     """
     import jax
     import jax.numpy as jnp
-    from bench_kernels_cases import paged_problem
 
+    from benchmarks.kernels.cases import paged_problem
     from kvjax.kernels import explain, paged_attention, plan_paged_attention
 
     p = paged_problem(case)
@@ -169,8 +172,9 @@ def rivals(bench: Bench, case) -> None:
     """What else can read the same bytes: JAX's kernel, and dense attention without pages."""
     import jax
     import jax.numpy as jnp
-    from bench_kernels_cases import dense_cache, paged_problem, shipped
-    from bench_kernels_torch import flashinfer_seconds, sdpa_seconds
+
+    from benchmarks.kernels.cases import dense_cache, paged_problem, shipped
+    from benchmarks.kernels.torch_rivals import flashinfer_seconds, sdpa_seconds
 
     p = paged_problem(case)
     copies, attend = p.tables.shape[0], shipped(case)
@@ -370,9 +374,7 @@ def step(bench: Bench) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--size", choices=("small", "large"), help="large on GPUs and TPUs")
     parser.add_argument("--no-rivals", action="store_true", help="time only what is ours")
@@ -382,6 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(f"--out {options.out}: the folder {options.out.parent} does not exist")
     import jax
 
+    startup.started()
     device = jax.devices()[0]
     small = options.size == "small" or (options.size is None and device.platform == "cpu")
     bandwidth = copy_bandwidth(1 << (26 if small else 31), 2e10 if small else 4e12)
@@ -403,4 +406,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, lazy_imports=True)

@@ -1,4 +1,4 @@
-"""What the timings of bench_kernels.py are measured against, and which targets they meet."""
+"""What the timings are measured against, and which targets they meet."""
 
 from collections.abc import Iterable, Iterator
 

@@ -4,15 +4,18 @@ Why: the vendors' compilers see what lowering cannot (register spills, vector me
 that only the last pass refuses), and need no device. Run it after every change of a kernel.
 
     pip install -e '.[cuda]'           # in an environment of its own: 4 GB
-    python scripts/compile_kernels.py --target h200
+    python -m benchmarks.kernels.compile --target h200
     pip install -e '.[tpu]'            # in another one: 0.7 GB
-    python scripts/compile_kernels.py --target v5e --target v6e --only 'd=128'
+    python -m benchmarks.kernels.compile --target v5e --target v6e --only 'd=128'
 
 The table is printed in Markdown; the last line is the same as compact JSON. The exit code is 1 if a
 kernel did not compile or spills registers.
 """
 
-import argparse
+from kvjax.startup import guard
+
+guard(__name__)
+
 import dataclasses
 import functools
 import importlib.util
@@ -23,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvjax import startup
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
@@ -222,6 +226,7 @@ def rows(target: str, only: str) -> Iterator[Row]:
     """Compile everything for one target."""
     from jax.experimental import topologies
 
+    startup.started()
     if target == "h200":
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="1x1x1", target_config=H200_TARGET, topology="1x1x1"
@@ -263,9 +268,7 @@ def check_toolchain(target: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="python -m benchmarks.kernels.compile", description=__doc__)
     parser.add_argument("--target", action="append", choices=sorted(PLUGINS), required=True)
     parser.add_argument("--only", default="", help="calls whose name contains this")
     options = parser.parse_args(arguments)
@@ -293,4 +296,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, lazy_imports=True)

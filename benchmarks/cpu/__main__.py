@@ -4,8 +4,8 @@ Decode and prefill of SmolLM2-135M's shapes in float32 against Hugging Face tran
 same cores, the share of a prompt's prefill that compression takes, by method too, how metrics and
 eviction grow with the prompt, and the bytes that the cache holds afterwards.
 
-    python scripts/bench_cpu.py --peer-python ~/torch/bin/python --json bench.json
-    python scripts/bench_cpu.py --only compression scaling
+    python -m benchmarks.cpu --peer-python ~/torch/bin/python --json bench.json
+    python -m benchmarks.cpu --only compression scaling
 
 `--peer-python` is a Python that has torch and transformers (kvjax itself needs neither). Weights
 are random: only their shapes matter here. The last line is one JSON object.
@@ -57,7 +57,7 @@ METHODS = (
     "kmeans:snapkv",
 )
 """Of the section "methods"."""
-PEER = Path(__file__).with_name("bench_cpu_peer.py")
+PEER = Path(__file__).with_name("peer.py")
 
 
 def best(run: Callable[[], Any], repeats: int) -> float:
@@ -270,9 +270,7 @@ def measure_scaling(model: Any, repeats: int, progress: Progress) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--length", type=int, default=2048, help="context of the peer comparison")

@@ -1,12 +1,16 @@
 """What a large deployment needs on paper: bytes on each device, and bytes between them.
 
-    python scripts/scale.py                                    # 70B, 128 k prompts, 1,000 sequences
-    python scripts/scale.py --model llama3.1-8b --devices 1 --sequences 90 --prompt-len 6000
+    python -m benchmarks.scale                                 # 70B, 128 k prompts, 1,000 sequences
+    python -m benchmarks.scale --model llama3.1-8b --devices 1 --sequences 90 --prompt-len 6000
 
 Weights, KV heads, their blocks and their tables are split over the devices; tokens, lengths of
 sequences and sampling are replicated. Nothing is run: the numbers follow from the shapes that
 `kvjax.cache` and `kvjax.engine` allocate. The last line is one JSON object.
 """
+
+from kvjax.startup import guard
+
+guard(__name__)
 
 import argparse
 import json
@@ -22,9 +26,7 @@ MOST = 1e12
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     add = parser.add_argument
     add("--model", default="llama3.1-70b", help="(%(default)s)")
     add("--devices", type=int, default=8, help="(%(default)s)")
@@ -172,4 +174,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, lazy_imports=True)

@@ -1,28 +1,23 @@
-"""scripts/scale.py: its arithmetic against the arrays that the cache really allocates."""
+"""`python -m benchmarks.scale`: its sums against the arrays that the cache allocates."""
 
-import importlib
 import json
-import sys
 
 import jax
 import pytest
 
+from benchmarks.scale import main
 from kvjax.cache import init_cache
 from kvjax.cli import main_of
-from tests.scripts.conftest import SCRIPTS
 
 
 @pytest.fixture
-def scale(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
+def scale(capsys):
     def run(*arguments):
-        code = main_of(importlib.import_module("scale").main, [str(a) for a in arguments])
+        code = main_of(main, [str(a) for a in arguments])
         out, err = capsys.readouterr()
         return code, out and json.loads(out.splitlines()[-1]), err
 
-    yield run
-    sys.modules.pop("scale", None)
+    return run
 
 
 def test_sizes_are_those_of_the_arrays(scale):

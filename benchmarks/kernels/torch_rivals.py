@@ -1,11 +1,12 @@
-"""What bench_kernels.py times in torch: the rivals that read the same bytes there."""
+"""What `python -m benchmarks.kernels` times in torch: the rivals that read the same bytes there."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from bench_kernels_cases import Case
+
+from benchmarks.kernels.cases import Case
 
 
 def _seconds(run: Callable[[], Any], turns: int) -> float:

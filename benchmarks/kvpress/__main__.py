@@ -5,8 +5,8 @@ gets that number as its compression ratio. Both are scored on the true answer (e
 KL against the full cache) and on a greedy answer that is given no beginning. Before anything is
 compared, the logits of both models are.
 
-    python scripts/compare_kvpress.py --peer-python ~/torch/bin/python --data ./data
-    python scripts/compare_kvpress.py --peer-python PYTHON --prompts mine.jsonl \\
+    python -m benchmarks.kvpress --peer-python ~/torch/bin/python --data ./data
+    python -m benchmarks.kvpress --peer-python PYTHON --prompts mine.jsonl \\
         --presses snapkv,streaming-llm --protocols chat,agnostic --rates 8,32
 
 --peer-python is a Python with torch and kvpress (kvjax itself needs neither). Results are
@@ -14,32 +14,32 @@ appended to a JSONL file, and a run that was stopped goes on where it was; a Mar
 beside it. The last line is one JSON object.
 """
 
+from kvjax.startup import guard
+
+guard(__name__)
+
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from compare_kvpress_tables import overlaps, pairs_of, report
-from compare_kvpress_work import (
+from benchmarks.kvpress.checkpoint import export
+from benchmarks.kvpress.ours import check_same, kept_positions
+from benchmarks.kvpress.presses import (
     PRESSES,
-    PeerProcess,
     agreement,
     budgets,
-    checkpoint_config,
-    checkpoint_tensors,
     choose_presses,
     find_equal,
     group_equal,
     peer_method,
-    peer_versions,
     relabelled,
 )
-
+from benchmarks.kvpress.process import PeerProcess, peer_versions
+from benchmarks.kvpress.report import overlaps, pairs_of, report
 from kvjax.cli import (
     ArgumentParser,
     Progress,
@@ -62,14 +62,10 @@ from kvjax.cli.rows import (
 from kvjax.errors import UserError
 
 USUAL = {"tasks": "needle,passkey,kv", "length": "1024", "rows": 8}
-MOST_DIFFERENCE = 0.05
-"""Largest difference of two logits up to which both models are the same in float32."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="python -m benchmarks.kvpress", description=__doc__)
     parser.add_argument("--peer-python", required=True, help="a Python with torch and kvpress")
     add_model_options(parser, files_only=True)
     parser.add_argument(
@@ -99,120 +95,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     fill_in(options, USUAL)
     return options
-
-
-def export(config: Any, tokenizer: Any, weights: Path, folder: Path, progress: Progress) -> None:
-    """Write the model as the peer reads it, float32, unless the folder has it already."""
-    import safetensors.numpy
-    from flax import nnx
-
-    from kvjax.models.weights import load_params
-
-    if (folder / "model.safetensors").exists():
-        held = json.loads((folder / "config.json").read_text())
-        if held != checkpoint_config(config):
-            raise UserError(f"--export {folder} holds another model: give another folder")
-        return
-    progress("weights for the peer")
-    _, params = load_params(weights, config, "float32", stacked=True)
-    arrays = {tuple(path): leaf[...] for path, leaf in nnx.to_flat_state(params)}
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
-    (folder / "config.json").write_text(json.dumps(checkpoint_config(config), indent=1))
-    part = folder / "model.part"
-    tensors = checkpoint_tensors(config, arrays)
-    safetensors.numpy.save_file(tensors, part, metadata={"format": "pt"})
-    os.replace(part, folder / "model.safetensors")
-
-
-def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list[Any]) -> list[Any]:
-    """Positions that each (layer, head) keeps under each variant, in the layout's order."""
-    import functools
-
-    import jax
-    import jax.numpy as jnp
-
-    from kvjax.cache import init_cache
-    from kvjax.cache.methods import get_method
-    from kvjax.engine import steps
-    from kvjax.eval import passes
-    from kvjax.eval.sizes import bucket, rate_blocks
-
-    config, b = evaluator.model.config, evaluator.config.block_size
-    size = bucket(cut, 128)
-    padded = np.zeros(size, np.int32)
-    padded[:cut] = tokens.prompt[:cut]
-    dense = jax.jit(functools.partial(passes.dense_pass, config))(
-        evaluator.model.params, padded, np.zeros(8, np.int32)
-    )
-    found = []
-    for variant in wanted:
-        method = get_method(variant.method)
-        observe = jax.jit(functools.partial(passes.observe, method))
-        metric = observe(dense.q, dense.k, dense.log_sum, np.int32(cut))
-        width = -(-size // b) + 1
-        cache = init_cache(
-            num_slots=1,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            num_blocks=evaluator.heads * width,
-            max_blocks_per_head=width,
-            block_size=b,
-        )
-        keep = rate_blocks(cut, variant.rate, evaluator.heads, b)
-        prompt = steps.PromptKV(dense.k, dense.v, metric, jnp.int32(cut))
-        admit = jax.jit(functools.partial(steps.admit, method=method))
-        cache, _, _ = admit(cache, np.int32(0), prompt, np.int32(keep))
-        position, table = np.asarray(cache.position), np.asarray(cache.block_table[0])
-        held = np.asarray(cache.context_len[0])
-        found.append(
-            [
-                np.concatenate([position[i] for i in table[l, h] if i < len(position)])[:n].tolist()
-                for (l, h), n in np.ndenumerate(held)
-            ]
-        )
-    return found
-
-
-def check_same(evaluator: Any, peer: PeerProcess, row: Any, tokens: Any, folder: Path) -> float:
-    """Largest difference of the logits after a prompt, as both sides compute them.
-
-    Raises:
-        UserError: they differ by more than rounding, or the peer splits texts otherwise.
-    """
-    import functools
-
-    import jax
-
-    from kvjax.eval import passes
-
-    text = f"{row.head}{row.context[:500]}\n{row.suffix}"
-    if peer.ask({"encode": text})["ids"] != evaluator.model.tokenizer.encode(text):
-        raise UserError("the peer's tokens of a text are others than ours: give another --export")
-    prompt = tokens.prompt
-    dense = jax.jit(functools.partial(passes.dense_pass, evaluator.model.config))
-    last = np.full(1, len(prompt) - 1, np.int32)
-    ours = np.asarray(dense(evaluator.model.params, prompt, last).scores[0])
-    file = folder / "logits.bin"
-    job = {
-        "prompt": prompt.tolist(),
-        "cut": len(prompt),
-        "opened": tokens.opened,
-        "free_tokens": 0,
-        "head": 0,
-        "target": tokens.target[:1].tolist(),
-        "presses": [],
-        "logits_to": str(file),
-    }
-    peer.ask(job)
-    theirs = np.fromfile(file, np.float32)
-    difference = float(np.abs(theirs - ours).max())
-    if not difference <= MOST_DIFFERENCE:
-        raise UserError(
-            f"the logits of both models differ by up to {difference:.3g}: not the same model"
-        )
-    return difference
 
 
 def free_answer(row: Any, tokens: list[int] | None, tokenizer: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
-"""The kernels' scripts: what they say about bad input, and a run at small sizes."""
+"""The kernels' benchmarks: what they say about bad input, and a run at small sizes."""
 
-import importlib
 import importlib.util
 import json
 import os
@@ -10,33 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kernels import __main__ as bench
+from benchmarks.kernels import compile as compiling
+from benchmarks.kernels import targets
 from kvjax.cli import main_of
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def scripts_beside_each_other(monkeypatch) -> None:
-    """Scripts import their neighbours, as they do when they are run."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-def run(name: str, *arguments: str) -> int:
-    """The exit code of a script run in this process."""
-    return main_of(importlib.import_module(name).main, list(arguments))
+GPU_CHECK = str(Path(bench.__file__).with_name("gpu_check.sh"))
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "message"),
+    ("command", "arguments", "message"),
     [
-        ("bench_kernels", ["--only", "speed"], "invalid choice: 'speed'"),
-        ("bench_kernels", ["--out", "/no/such/folder/x.json"], "/no/such/folder does not exist"),
-        ("compile_kernels", [], "required: --target"),
-        ("compile_kernels", ["--target", "gtx"], "invalid choice: 'gtx'"),
+        (bench, ["--only", "speed"], "invalid choice: 'speed'"),
+        (bench, ["--out", "/no/such/folder/x.json"], "/no/such/folder does not exist"),
+        (compiling, [], "required: --target"),
+        (compiling, ["--target", "gtx"], "invalid choice: 'gtx'"),
     ],
 )
-def test_bad_input_is_one_line(script: str, arguments: list[str], message: str, capsys) -> None:
-    assert run(script, *arguments) == 2
+def test_bad_input_is_one_line(command, arguments: list[str], message: str, capsys) -> None:
+    assert main_of(command.main, arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -45,17 +36,15 @@ def test_bad_input_is_one_line(script: str, arguments: list[str], message: str, 
 
 def test_missing_toolchain_says_what_to_install(monkeypatch, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    source = (SCRIPTS / "compile_kernels.py").read_text()
-    scope: dict = {"__name__": "compile_kernels"}
-    exec(compile(source, "compile_kernels.py", "exec"), scope)
-    assert main_of(scope["main"], ["--target", "v5e"]) == 2
+    assert main_of(compiling.main, ["--target", "v5e"]) == 2
     assert "needs libtpu: pip install" in capsys.readouterr().err
 
 
 def test_decode_is_timed_at_small_sizes(tmp_path: Path, capsys) -> None:
     """Rows with time, bytes and share of the bandwidth; the last line is the same as the file."""
     path = tmp_path / "bench.json"
-    assert run("bench_kernels", "--only", "decode", "--size", "small", "--out", str(path)) == 0
+    arguments = ["--only", "decode", "--size", "small", "--out", str(path)]
+    assert main_of(bench.main, arguments) == 0
     report = json.loads(path.read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
     assert report["copy_bytes_per_s"] > 0
@@ -70,7 +59,6 @@ def test_decode_is_timed_at_small_sizes(tmp_path: Path, capsys) -> None:
 
 def test_targets_are_judged() -> None:
     """Uniform is fast enough; zipf is slower than it and than a rival; short is too small."""
-    judged = importlib.import_module("bench_kernels_targets").targets
 
     def row(case: str, what: str, us: float, share: float, section: str = "decode", **more) -> dict:
         size = {"section": section, "case": case, "what": what, "bytes": 2 * 10**9}
@@ -89,7 +77,7 @@ def test_targets_are_judged() -> None:
         row("8B", "full", 1, 0.79, "step"),
         {"section": "decode", "case": "8B zipf", "what": "other", "error": "not installed"},
     ]
-    met = {row["target"]: row["met"] for row in judged(results, ("rival", "other"))}
+    met = {row["target"]: row["met"] for row in targets.targets(results, ("rival", "other"))}
     assert met == {
         "decode 8B uniform: share of the bandwidth": True,
         "decode 8B uniform: time with the metric": True,
@@ -105,7 +93,7 @@ def test_targets_are_judged() -> None:
 
 
 def test_gpu_check_refuses_steps_it_has_not(tmp_path: Path) -> None:
-    command = [str(SCRIPTS / "gpu_check.sh"), str(tmp_path)]
+    command = [GPU_CHECK, str(tmp_path)]
     environment = os.environ | {"STEPS": "check speed"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -117,7 +105,7 @@ def test_gpu_check_refuses_steps_it_has_not(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gpu_check_runs_at_small_sizes(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
-    command = [str(SCRIPTS / "gpu_check.sh"), str(tmp_path / "out")]
+    command = [GPU_CHECK, str(tmp_path / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     steps = {step["step"]: step["exit_code"] for step in summary["steps"]}

@@ -1,6 +1,6 @@
-"""The transformers half of scripts/bench_cpu.py; runs in an environment with torch.
+"""The transformers half of `python -m benchmarks.cpu`; runs in an environment with torch.
 
-    python scripts/bench_cpu_peer.py 2048 3
+    python benchmarks/cpu/peer.py 2048 3
 
 SmolLM2-135M's shapes with random weights, float32, greedy, a key-value cache, all cores. Prints one
 JSON object: tokens per second of prefill and of decoding.

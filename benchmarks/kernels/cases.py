@@ -1,4 +1,4 @@
-"""What bench_kernels.py measures on: caches with the lengths of real use, and rival kernels."""
+"""What is timed: caches with the lengths of real use, and rival kernels."""
 
 import dataclasses
 import functools

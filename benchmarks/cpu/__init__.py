@@ -1,0 +1,1 @@
+"""The engine on a CPU, beside transformers: `python -m benchmarks.cpu`."""

@@ -1,0 +1,1 @@
+"""Kernels against the bandwidth of the same machine: `python -m benchmarks.kernels`."""

@@ -1,0 +1,1 @@
+"""kvpress's methods beside ours, at the same kept KVs: `python -m benchmarks.kvpress`."""
