@@ -291,6 +291,7 @@ def run(options: argparse.Namespace) -> int:
     from kvjax.cache import CompressionConfig
     from kvjax.engine import LLM, EngineConfig, RateWarning, SamplingParams, pool_tokens_for
     from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.eval.plots import check_plots, plot_kept
 
     # What can be refused without a model is refused before one is loaded.
     rate = options.rate
@@ -329,6 +330,7 @@ def run(options: argparse.Namespace) -> int:
     read = read_prompt(options)
     options.prompt, options.prompt_file, options.question = read[0], None, read[1]
     if options.plot is not None:
+        check_plots("--plot")
         check_output_file("--plot", options.plot)
     enable_compilation_cache()
 
@@ -393,8 +395,6 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result, ensure_ascii=False), flush=True)
     if options.plot is not None:
-        from kvjax.eval.plots import plot_kept
-
         title = f"{result['model']}, {result['method']}, {result['achieved_rate']:.1f}× fewer KVs"
         plot_kept(output.stats.kept, title, options.plot)
     if show.error is not None:

@@ -133,6 +133,7 @@ def evaluate(
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run as run_all
     from kvjax.eval.run import tokenised
+    from kvjax.eval.scorers import check_library
     from kvjax.eval.sizes import slots_for
     from kvjax.eval.table import report
 
@@ -143,6 +144,9 @@ def evaluate(
     skipped = Skipped()
     progress("prompts")
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    if config.answers or config.free_tokens:
+        for metric in {row.metric for row, _ in rows}:
+            check_library(metric)
     if options.batch is None:
         longest = max(len(t.prompt) + len(t.target) for _, t in rows)
         config = dataclasses.replace(config, num_slots=slots_for(model, longest))

@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from kvjax.eval.plots import save_figure
+    from kvjax.eval.plots import check_plots, save_figure
     from kvjax.eval.result_plots import (
         plot_kept,
         plot_needles,
@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     )
     from kvjax.eval.results import read_results
 
+    check_plots("kvjax plot")
     rows = read_results(options.results)
     if not rows:
         raise UserError(f"{options.results} holds no result")

@@ -1,11 +1,38 @@
 """Pictures of results."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import UserError
+from kvjax.extras import check_extra
+
+
+def check_plots(what: str) -> None:
+    """Refuse, before anything slow, what draws pictures where nothing can.
+
+    Args:
+        what: draws them.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    check_extra("matplotlib", "plots", what)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    check_plots("a picture")
+    # Imported here: it takes a second that most runs need not spend.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure, path: str | Path) -> None:
@@ -22,12 +49,10 @@ def save_figure(figure, path: str | Path) -> None:
 
 def plot_kept(kept: Int[np.ndarray, "L H"], title: str, path: str | Path) -> None:
     """How many KVs each layer × KV head keeps: a map, and the mean of each layer beside it."""
-    # Imported here: matplotlib takes a second that most runs need not spend.
-    from matplotlib.figure import Figure
+    num_layers, num_heads = kept.shape
+    figure = new_figure(5.5 + 0.2 * num_heads, 2.5 + 0.14 * num_layers)
     from matplotlib.ticker import MaxNLocator
 
-    num_layers, num_heads = kept.shape
-    figure = Figure(figsize=(5.5 + 0.2 * num_heads, 2.5 + 0.14 * num_layers), layout="constrained")
     heat, bars = figure.subplots(
         1, 2, sharey=True, gridspec_kw={"width_ratios": [max(1.5, num_heads / 4), 2]}
     )

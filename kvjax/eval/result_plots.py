@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.eval.plots import new_figure
 from kvjax.eval.results import Result
 from kvjax.eval.table import FULL, Interval, Line, summarise
 
@@ -99,12 +100,6 @@ def _legend(figure: Any, panels: Sequence[Any], count: int) -> None:
     )
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def plot_scores(rows: Sequence[Result], protocol: str, value: str = "score") -> Figure | None:
     """A score, 0 to 100 %, by rate: the mean of all tasks, and each task.
 
@@ -124,7 +119,7 @@ def plot_scores(rows: Sequence[Result], protocol: str, value: str = "score") -> 
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows_of_panels = math.ceil(len(panels) / columns)
     count = len(_methods(rows))
-    figure = _figure(4 * columns + 1, 3 * rows_of_panels + 0.6 + 0.05 * count)
+    figure = new_figure(4 * columns + 1, 3 * rows_of_panels + 0.6 + 0.05 * count)
     grid = figure.subplots(rows_of_panels, columns, squeeze=False, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
@@ -151,7 +146,7 @@ def plot_text(rows: Sequence[Result], protocol: str) -> Figure | None:
     methods = _methods(texts)
     if not lines or not methods:
         return None
-    figure = _figure(9, 4 + 0.05 * len(methods))
+    figure = new_figure(9, 4 + 0.05 * len(methods))
     left, right = figure.subplots(1, 2)
     _draw_by_rate(left, _by_rate(lines, tasks, "nll"), 1, methods)
     full = [line.nll.mean for line in lines if line.method == FULL and line.nll is not None]
@@ -187,7 +182,7 @@ def plot_needles(rows: Sequence[Result], protocol: str, task: str) -> Figure | N
         found = [row for row in found if row["rate"] in (1.0, rates[-1])]
     columns = min(6, len(methods))
     panels = math.ceil(len(methods) / columns)
-    figure = _figure(1.2 + 1.7 * columns, 0.8 + 1.7 * panels)
+    figure = new_figure(1.2 + 1.7 * columns, 0.8 + 1.7 * panels)
     grid = figure.subplots(panels, columns, squeeze=False, sharex=True, sharey=True)
     image = None
     for axes in grid.flat[len(methods) :]:
@@ -230,7 +225,7 @@ def plot_kept(rows: Sequence[Result], protocol: str, rate: float) -> Figure | No
         return None
     columns = min(8, len(groups))
     panels = math.ceil(len(groups) / columns)
-    figure = _figure(1.2 + 1.3 * columns, 0.8 + 2.2 * panels)
+    figure = new_figure(1.2 + 1.3 * columns, 0.8 + 2.2 * panels)
     grid = figure.subplots(panels, columns, squeeze=False, sharex=True, sharey=True)
     image = None
     for axes in grid.flat[len(groups) :]:
@@ -263,7 +258,7 @@ def plot_recall(rows: Sequence[Result], protocol: str, rate: float) -> Figure | 
     groups = {method: group for method, group in groups.items() if group}
     if not groups:
         return None
-    figure = _figure(8, 4.2 + 0.05 * len(groups))
+    figure = new_figure(8, 4.2 + 0.05 * len(groups))
     axes = figure.subplots()
     for method, style in _styles(list(groups)).items():
         recall = np.mean([row["recall_by_layer"] for row in groups[method]], axis=0)

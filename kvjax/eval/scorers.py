@@ -11,7 +11,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.errors import UserError
+from kvjax.extras import check_extra
 
 Scorer = Callable[[str, str, Sequence[str]], float]
 """(answer, truth, classes) -> score."""
@@ -37,10 +37,9 @@ def f1(answer: str, truth: str, classes: Sequence[str] = ()) -> float:
 def rouge_l(answer: str, truth: str, classes: Sequence[str] = ()) -> float:
     """F-measure of ROUGE-L, by the library that LongBench uses."""
     del classes
-    try:
-        from rouge import Rouge
-    except ImportError as error:
-        raise _missing("rouge") from error
+    check_library("rouge-l")
+    from rouge import Rouge
+
     try:
         scores: Any = Rouge().get_scores([answer], [truth], avg=True)
     except ValueError:
@@ -52,10 +51,9 @@ def rouge_l(answer: str, truth: str, classes: Sequence[str] = ()) -> float:
 def edit_similarity(answer: str, truth: str, classes: Sequence[str] = ()) -> float:
     """Similarity of the first line of code to the true one."""
     del classes
-    try:
-        from rapidfuzz import fuzz
-    except ImportError as error:
-        raise _missing("rapidfuzz") from error
+    check_library("edit")
+    from rapidfuzz import fuzz
+
     lines = answer.lstrip("\n").split("\n")
     code = (line for line in lines if not any(mark in line for mark in ("`", "#", "//")))
     return round(fuzz.ratio(next(code, ""), truth)) / 100
@@ -119,6 +117,8 @@ SCORERS: dict[str, Scorer] = {
     "gsm8k": gsm8k,
 }
 """By name. An answer's score is its best over all truths; of "contains-all" it is the mean."""
+LIBRARIES = {"rouge-l": "rouge", "edit": "rapidfuzz"}
+"""What some of them need."""
 
 
 def needs_answer(metric: str) -> bool:
@@ -130,6 +130,16 @@ def check_metric(metric: str) -> None:
     """Raises ValueError for a metric there is none of."""
     if needs_answer(metric) and metric not in SCORERS:
         raise ValueError(f"metric {metric!r} is none of {', '.join(['em', 'nll', *SCORERS])}")
+
+
+def check_library(metric: str) -> None:
+    """Refuse, before anything is answered, a metric whose library is not there.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if metric in LIBRARIES:
+        check_extra(LIBRARIES[metric], "eval", f"the metric {metric}")
 
 
 def score_answer(
@@ -164,7 +174,3 @@ def finish_answer(text: str, stop: Sequence[str]) -> str:
     text = text.lstrip("\n")
     ends = [text.find(mark) for mark in stop if mark in text]
     return text[: min(ends)] if ends else text
-
-
-def _missing(package: str) -> UserError:
-    return UserError(f"this task's metric needs {package}: pip install 'kvjax[eval]'")

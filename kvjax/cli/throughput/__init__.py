@@ -78,6 +78,7 @@ def check(options: argparse.Namespace) -> None:
     """
     from kvjax.cli.throughput.measure import compression_of, engine_config
     from kvjax.engine import SamplingParams
+    from kvjax.eval.plots import check_plots
 
     for name in ("num_prompts", "output_len", "max_batch"):
         check_whole(f"--{name.replace('_', '-')}", getattr(options, name), 1, MOST)
@@ -94,8 +95,10 @@ def check(options: argparse.Namespace) -> None:
         compression_of(rate, options.method)
     if options.out is not None:
         check_output_file("--out", options.out)
-    if options.plot_dir is not None and not Path(options.plot_dir).is_dir():
-        raise UserError(f"--plot-dir {shown(options.plot_dir)}: there is no such folder")
+    if options.plot_dir is not None:
+        check_plots("--plot-dir")
+        if not Path(options.plot_dir).is_dir():
+            raise UserError(f"--plot-dir {shown(options.plot_dir)}: there is no such folder")
 
 
 def show(rows: list[dict[str, Any]]) -> None:

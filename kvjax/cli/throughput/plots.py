@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvjax.eval.plots import save_figure
+from kvjax.eval.plots import new_figure, save_figure
 
 VANILLA = "without compression"
 
@@ -69,10 +69,7 @@ def _by_length(rows, lengths, rates, folder: Path) -> Path:
 
 
 def _figure() -> tuple[Any, Any]:
-    # Imported here: matplotlib takes a second that most runs need not spend.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = new_figure(6, 4)
     return figure, figure.subplots()
 
 
