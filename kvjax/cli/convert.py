@@ -41,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def convert(options: argparse.Namespace) -> str:
     """Converts as `options` say; a sentence on what came out of it."""
+    import jax
+
     from kvjax.models.config import MODELS
     from kvjax.models.hub import resolve_weights
     from kvjax.models.weights import load_params, save_orbax
@@ -59,7 +61,7 @@ def convert(options: argparse.Namespace) -> str:
         known = MODELS[options.source.lower()].config if named else None
         config, params = load_params(source, known, options.dtype, progress, stacked=False)
         if progress:
-            progress("write", 0, config.num_params * (4 if options.dtype == "float32" else 2))
+            progress("write", 0, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
         target = save_orbax(options.output, config, params, source, overwrite=options.force)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     seconds = time.perf_counter() - begin

@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.models.config import MODELS, LlamaConfig, get_model_entry
+from kvjax.models.config import MODELS, LlamaConfig, ModelConfig, get_model_entry
+from kvjax.models.decoder import forward, init_params, logits
 from kvjax.models.hub import resolve_weights
-from kvjax.models.llama import init_params
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
 from kvjax.models.weights import load_params
 
@@ -21,7 +21,7 @@ DEFAULT_MODEL = "smollm2-135m"
 class LoadedModel:
     """A model ready to run."""
 
-    config: LlamaConfig
+    config: ModelConfig
     params: nnx.State
     tokenizer: Tokenizer
     source: str
@@ -87,7 +87,10 @@ __all__ = [
     "ByteTokenizer",
     "LlamaConfig",
     "LoadedModel",
+    "ModelConfig",
     "Tokenizer",
+    "forward",
     "get_model_entry",
     "load_model",
+    "logits",
 ]

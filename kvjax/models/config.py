@@ -1,30 +1,15 @@
-"""Configurations of the Llama family: one frozen dataclass, read from a checkpoint or by name.
+"""The configuration of a model: one frozen dataclass for all families, and those known by name.
 
-``MODELS`` is the table of known models. Adding one that differs only by configuration (number
-of heads, RoPE base, tied embeddings, QKV biases) is adding one entry.
+``MODELS`` is the table of names. What checkpoints say of themselves is read elsewhere:
+``kvjax.models.architectures`` and ``kvjax.models.weights.gguf``.
 """
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvjax.checks import INT32_MAX, check_flag, check_number, check_whole, shown
+from kvjax.checks import INT32_MAX, check_flag, check_number, check_whole
 from kvjax.errors import UserError
-from kvjax.models.files import Fields
-
-# Architecture (as config.json names it) -> whether q, k and v carry a bias.
-_ARCHITECTURES = {
-    "LlamaForCausalLM": False,
-    "MistralForCausalLM": False,
-    "Qwen2ForCausalLM": True,
-}
-_MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-}
-SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES)
 
 # Far above any model there is, and low enough that no product of them overflows.
 _MOST = {
@@ -72,11 +57,12 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """Shape and constants of one decoder of the Llama family (hashable: a static argument).
+class ModelConfig:
+    """Shape and constants of one model (hashable: a static argument).
 
     ``attention_bias`` means biases on q, k and v only, as Qwen2 has them. ``rope_scaling`` is
-    None for plain RoPE. Raises UserError for values that no model can have.
+    None for plain RoPE. ``family`` is a key of ``kvjax.models.families.FAMILIES``. Raises
+    UserError for values that no model can have.
     """
 
     name: str
@@ -93,6 +79,7 @@ class LlamaConfig:
     max_position_embeddings: int = 4096
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    family: str = "llama"
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -115,14 +102,9 @@ class LlamaConfig:
         """r, the query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def num_params(self) -> int:
-        """Weights in total, a tied embedding counted once."""
-        d, heads, kv = self.head_dim, self.num_heads, self.num_kv_heads
-        layer = self.hidden_size * (2 * d * (heads + kv) + 3 * self.intermediate_size + 2)
-        layer += d * (heads + 2 * kv) * self.attention_bias
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+
+LlamaConfig = ModelConfig
+"""The old name of `ModelConfig`."""
 
 
 @dataclass(frozen=True)
@@ -143,134 +125,12 @@ class EmbeddedGguf:
 class ModelEntry:
     """One row of ``MODELS``: the configuration, the hub id, a GGUF that needs no hub if any."""
 
-    config: LlamaConfig
+    config: ModelConfig
     hub_id: str
     gguf: EmbeddedGguf | None = None
 
 
-def _whole(fields: Fields, key: str) -> int:
-    fields.require(key)
-    return fields.whole(key, 0)
-
-
-def _number(fields: Fields, key: str) -> float:
-    fields.require(key)
-    return fields.number(key, 0.0)
-
-
-def _architecture(hf: Fields) -> str:
-    names = hf.get("architectures")
-    names = [] if names is None else names
-    if not isinstance(names, list):
-        raise UserError(f"{hf.label('architectures')} {shown(names)}: give a list of names")
-    if not names:
-        model_type = str(hf.get("model_type"))
-        names = [_MODEL_TYPES.get(model_type, model_type)]
-    for name in names:
-        if isinstance(name, str) and name in _ARCHITECTURES:
-            return name
-    given = shown(", ".join(map(str, names))).strip("'")
-    raise UserError(
-        f"{hf.where}: architecture {given} is not supported; "
-        f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
-
-
-def _rope(hf: Fields) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from ``rope_theta``/``rope_scaling`` or ``rope_parameters``."""
-    parameters = hf.object("rope_parameters")
-    scaling = hf.object("rope_scaling")
-    scaling = scaling if scaling.values else parameters
-    theta = hf.number("rope_theta", parameters.number("rope_theta", 10_000.0))
-    partial = hf.number("partial_rotary_factor", parameters.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UserError(
-            f"{hf.where}: partial_rotary_factor {partial} is not supported: only 1.0 is"
-        )
-    kind = scaling.text("rope_type") or scaling.text("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(
-            f"{hf.where}: rope type {shown(kind)} is not supported; supported: default, llama3"
-        )
-    return theta, RopeScaling(
-        factor=_number(scaling, "factor"),
-        low_freq_factor=_number(scaling, "low_freq_factor"),
-        high_freq_factor=_number(scaling, "high_freq_factor"),
-        original_max_position_embeddings=_whole(scaling, "original_max_position_embeddings"),
-    )
-
-
-def config_from_hf(
-    hf: Mapping[str, Any], name: str = "", where: str = "config.json"
-) -> LlamaConfig:
-    """Reads the contents of a Hugging Face ``config.json``.
-
-    Args:
-        hf: the parsed JSON object.
-        name: what to call the model; ``_name_or_path`` of the file by default.
-        where: what messages call the file.
-
-    Raises:
-        UserError: the architecture or one of its features is not supported (sliding windows,
-            other activations, other RoPE scalings, output or MLP biases), or a field is missing
-            or impossible.
-    """
-    fields = Fields(hf, where)
-    try:
-        return _config(fields, name)
-    except UserError as error:
-        if str(error).startswith(where):
-            raise
-        raise UserError(f"{where}: {error}") from None
-
-
-def _config(hf: Fields, name: str) -> LlamaConfig:
-    architecture = _architecture(hf)
-    window = hf.whole("sliding_window", least=0)
-    uses_window = architecture == "MistralForCausalLM" or hf.flag("use_sliding_window")
-    if window is not None and uses_window:
-        raise UserError(
-            f"{architecture} with a sliding window of {window} tokens is not supported; "
-            "use a checkpoint with full attention (Mistral v0.2 or later)"
-        )
-    activation = hf.text("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise UserError(f"hidden_act {shown(activation)} is not supported; supported: silu")
-    for key in ("attention_bias", "mlp_bias"):
-        # In these architectures the flag would also put a bias on o_proj or the MLP.
-        if hf.flag(key):
-            raise UserError(f"{key} is not supported for {architecture}")
-    theta, scaling = _rope(hf)
-    hidden_size, num_heads = _whole(hf, "hidden_size"), _whole(hf, "num_attention_heads")
-    head_dim = hf.whole("head_dim")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise UserError(
-                f"hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads})"
-            )
-        head_dim = hidden_size // num_heads
-    return LlamaConfig(
-        name=name or hf.text("_name_or_path") or architecture,
-        vocab_size=_whole(hf, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_whole(hf, "intermediate_size"),
-        num_layers=_whole(hf, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=hf.whole("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=hf.whole("max_position_embeddings", 2048),
-        # What the architectures assume when the file is silent.
-        tie_word_embeddings=hf.flag("tie_word_embeddings"),
-        attention_bias=_ARCHITECTURES[architecture],
-    )
-
-
-_LLAMA2_7B = LlamaConfig(
+_LLAMA2_7B = ModelConfig(
     name="llama2-7b",
     vocab_size=32_000,
     hidden_size=4096,
@@ -281,7 +141,7 @@ _LLAMA2_7B = LlamaConfig(
     head_dim=128,
     max_position_embeddings=4096,
 )
-_LLAMA3_8B = LlamaConfig(
+_LLAMA3_8B = ModelConfig(
     name="llama3-8b",
     vocab_size=128_256,
     hidden_size=4096,
@@ -322,7 +182,7 @@ _MISTRAL_V02 = replace(
     rope_theta=1_000_000.0,
     max_position_embeddings=32_768,
 )
-_SMOLLM2_135M = LlamaConfig(
+_SMOLLM2_135M = ModelConfig(
     name="smollm2-135m",
     vocab_size=49_152,
     hidden_size=576,
@@ -335,7 +195,7 @@ _SMOLLM2_135M = LlamaConfig(
     max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
-_QWEN25_05B = LlamaConfig(
+_QWEN25_05B = ModelConfig(
     name="qwen2.5-0.5b",
     vocab_size=151_936,
     hidden_size=896,
@@ -350,6 +210,29 @@ _QWEN25_05B = LlamaConfig(
     tie_word_embeddings=True,
     attention_bias=True,
 )
+_QWEN3_8B = ModelConfig(
+    name="qwen3-8b",
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1_000_000.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=40_960,
+    family="qwen3",
+)
+# Name -> what differs from 8B: hidden, intermediate, layers, query heads, tied embeddings.
+_QWEN3_SIZES = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, True),
+    "qwen3-1.7b": (2048, 6144, 28, 16, True),
+    "qwen3-4b": (2560, 9728, 36, 32, True),
+    "qwen3-8b": (4096, 12_288, 36, 32, False),
+    "qwen3-14b": (5120, 17_408, 40, 40, False),
+    "qwen3-32b": (5120, 25_600, 64, 64, False),
+}
 
 _ENTRIES = (
     ModelEntry(_LLAMA2_7B, "meta-llama/Llama-2-7b-chat-hf"),
@@ -458,6 +341,21 @@ _ENTRIES = (
             tie_word_embeddings=False,
         ),
         "Qwen/Qwen2.5-7B-Instruct",
+    ),
+    *(
+        ModelEntry(
+            replace(
+                _QWEN3_8B,
+                name=name,
+                hidden_size=hidden,
+                intermediate_size=intermediate,
+                num_layers=layers,
+                num_heads=heads,
+                tie_word_embeddings=tied,
+            ),
+            f"Qwen/Qwen3-{name.removeprefix('qwen3-').upper()}",
+        )
+        for name, (hidden, intermediate, layers, heads, tied) in _QWEN3_SIZES.items()
     ),
 )
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 
 
-def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Angular frequency of each rotated pair, radians per token: [d / 2] f32.
 
     Plain RoPE is ``theta ** (-2 i / d)``. Llama 3.1 divides the slow ones by ``factor`` and
@@ -27,7 +27,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def rope_angles(
-    config: LlamaConfig, positions: Int[Array, "..."]
+    config: ModelConfig, positions: Int[Array, "..."]
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
     """Cosine and sine of every pair's angle at ``positions``: two [*B, d / 2] f32."""
     angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)

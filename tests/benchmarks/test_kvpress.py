@@ -93,7 +93,7 @@ def test_agreement_needs_the_same_heads():
 
 
 def test_weights_for_the_peer_are_those_that_were_loaded(tiny_folder, tmp_path):
-    from kvjax.models.config import config_from_hf
+    from kvjax.models.architectures import config_from_hf
     from kvjax.models.tokenizer import ByteTokenizer
 
     folder = tmp_path / "out"

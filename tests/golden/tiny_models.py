@@ -1,10 +1,11 @@
-"""Tiny random Llamas, one per special case, that the tests and scripts/make_golden.py both build.
+"""Tiny random models, one per special case, that the tests and scripts/make_golden.py both build.
 
 Needs NumPy only. Each case is a Hugging Face config.json; its weights come from the case's name,
-so that the golden file stores nothing but the expected logits.
+so that the golden files store nothing but the expected logits.
 """
 
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,26 @@ CASES: dict[str, dict[str, Any]] = {
     "head_dim_128": {**_BASE, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
     "mha": {**_BASE, "num_key_value_heads": 4},
     "gqa_8_to_1": {**_BASE, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8},
+    "qk_norm": {
+        **_BASE,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+    },
 }
 BATCH, LENGTH = 2, 96
+
+
+def golden_file(case: str) -> Path:
+    """The file that holds the expected logits of a case under its name."""
+    family = "qwen3" if CASES[case]["model_type"] == "qwen3" else "llama"
+    return Path(__file__).with_name(f"tiny_{family}.npz")
+
+
+def golden_logits(case: str) -> np.ndarray:
+    """What transformers computes: logits [BATCH, LENGTH, vocabulary] f32."""
+    return np.load(golden_file(case))[case]
 
 
 def _random(case: str) -> np.random.RandomState:
@@ -76,8 +95,8 @@ def tiny_weights(case: str) -> dict[str, np.ndarray]:
     def matrix(out: int, inputs: int) -> np.ndarray:
         return normal(out, inputs, std=1.5 * inputs**-0.5)
 
-    def norm() -> np.ndarray:
-        return 1 + normal(dim, std=0.2)
+    def norm(size: int = dim) -> np.ndarray:
+        return 1 + normal(size, std=0.2)
 
     weights = {
         "model.embed_tokens.weight": normal(hf["vocab_size"], dim, std=0.5),
@@ -90,6 +109,9 @@ def tiny_weights(case: str) -> dict[str, np.ndarray]:
             weights[layer + f"self_attn.{letter}_proj.weight"] = matrix(rows, dim)
             if hf["model_type"] == "qwen2":
                 weights[layer + f"self_attn.{letter}_proj.bias"] = normal(rows, std=0.5)
+        if hf["model_type"] == "qwen3":
+            for letter in "qk":
+                weights[layer + f"self_attn.{letter}_norm.weight"] = 2 * norm(d)
         weights[layer + "self_attn.o_proj.weight"] = matrix(dim, heads)
         weights[layer + "post_attention_layernorm.weight"] = norm()
         weights[layer + "mlp.gate_proj.weight"] = matrix(ffn, dim)

@@ -1,10 +1,13 @@
 """Tiny checkpoints for the tests of weights: random tensors, and files of every format.
 
-Names, shapes and places are written down here once more, from published checkpoints and from the
-table in kvjax/models/llama.py, so that a loader's own table is not compared with itself.
+Names, shapes and places of tensors are written down here once more, from published checkpoints
+and the tables in the docstrings of kvjax/models/families, so that a loader's own table is not
+compared with itself.
 """
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
-from kvjax.models.config import LlamaConfig
+from kvjax.models.architectures import config_to_hf
+from kvjax.models.config import ModelConfig
 
 # Rows of 256 elements: the block of the K quantisations. No value is one that a file's reader
 # would take where the file says nothing.
-CONFIG = LlamaConfig(
+CONFIG = ModelConfig(
     name="tiny",
     vocab_size=40,
     hidden_size=256,
@@ -30,6 +34,8 @@ CONFIG = LlamaConfig(
     rms_norm_eps=3e-5,
     max_position_embeddings=64,
 )
+# Whose head dimension is not hidden over heads.
+QWEN3 = dataclasses.replace(CONFIG, num_heads=4, head_dim=128, family="qwen3")
 
 
 # A layer's tensors in a Hugging Face checkpoint -> what llama.cpp calls them.
@@ -41,6 +47,8 @@ LAYER_NAMES = {
     "self_attn.q_proj.bias": "attn_q.bias",
     "self_attn.k_proj.bias": "attn_k.bias",
     "self_attn.v_proj.bias": "attn_v.bias",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "mlp.gate_proj.weight": "ffn_gate.weight",
@@ -62,7 +70,7 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{LAYER_NAMES[short]}"
 
 
-def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a checkpoint's tensors, matrices [out, in], by Hugging Face names."""
     dim, ffn = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -74,6 +82,9 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}self_attn.{letter}_proj.weight"] = (rows, dim)
             if config.attention_bias:
                 shapes[f"{layer}self_attn.{letter}_proj.bias"] = (rows,)
+        if config.family == "qwen3":
+            shapes[layer + "self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[layer + "self_attn.k_norm.weight"] = (config.head_dim,)
         shapes[layer + "self_attn.o_proj.weight"] = (dim, q)
         shapes[layer + "post_attention_layernorm.weight"] = (dim,)
         shapes[layer + "mlp.gate_proj.weight"] = (ffn, dim)
@@ -85,7 +96,12 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def num_params(config: ModelConfig) -> int:
+    """Weights in total, a tied embedding counted once."""
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
+def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random float32 tensors of a checkpoint, by Hugging Face names."""
     rng = np.random.default_rng(seed)
     return {
@@ -94,30 +110,15 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def config_json(config: LlamaConfig) -> dict[str, Any]:
-    """A config.json as transformers writes it."""
-    kind = "qwen2" if config.attention_bias else "llama"
-    assert config.rope_scaling is None
-    return {
-        "architectures": ["Qwen2ForCausalLM" if config.attention_bias else "LlamaForCausalLM"],
-        "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json without a name; tests/models/test_config.py has published ones."""
+    values = config_to_hf(config)
+    del values["_name_or_path"]
+    return values
 
 
-def expected_params(config: LlamaConfig, tensors: dict[str, Any]) -> dict[Any, np.ndarray]:
-    """The stacked parameters that `tensors` stand for, as the table in llama.py describes them."""
+def expected_params(config: ModelConfig, tensors: dict[str, Any]) -> dict[Any, np.ndarray]:
+    """The stacked parameters that `tensors` stand for, as those tables describe them."""
     dim, d, kv = config.hidden_size, config.head_dim, config.num_kv_heads
     r = config.num_heads // kv
 
@@ -144,6 +145,9 @@ def expected_params(config: LlamaConfig, tensors: dict[str, Any]) -> dict[Any, n
         }
         if config.attention_bias:
             parts["qkv_bias"] = grouped(layer, "bias")
+        if config.family == "qwen3":
+            parts["q_norm"] = tensors[layer + "self_attn.q_norm.weight"]
+            parts["k_norm"] = tensors[layer + "self_attn.k_norm.weight"]
         for name, value in parts.items():
             layers.setdefault(name, []).append(value)
     flat: dict[Any, np.ndarray] = {("layers", name): np.stack(x) for name, x in layers.items()}
@@ -170,7 +174,7 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def write_gguf(
     path: Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     tensors: dict[str, Any],
     architecture: str = "llama",
     metadata: dict[str, Any] | None = None,
@@ -186,6 +190,9 @@ def write_gguf(
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.head_dim * config.num_heads != config.hidden_size:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     tokens = [f"<{i}>" for i in range(config.vocab_size - 1)]
     writer.add_array("tokenizer.ggml.tokens", [*tokens, "<0><1>"])
     for key, value in (metadata or {}).items():
@@ -220,7 +227,7 @@ def write_gguf(
 
 
 def write_folder(
-    folder: Path, config: LlamaConfig, tensors: dict[str, Any], shards: int = 1
+    folder: Path, config: ModelConfig, tensors: dict[str, Any], shards: int = 1
 ) -> Path:
     """Writes `tensors` as a Hugging Face checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)

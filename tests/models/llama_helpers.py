@@ -1,4 +1,4 @@
-"""What the tests of the Llama model share: dense attention callbacks and checkpoint loading."""
+"""What the tests of models share: dense attention callbacks and checkpoint loading."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.models import llama
-from kvjax.models.config import LlamaConfig
+from kvjax.models import decoder
+from kvjax.models.config import ModelConfig
 from kvjax.models.layout import tensor_slots
 
 
@@ -25,7 +25,7 @@ def dense_attention(q, k, v, query_position, key_position):
     return out.reshape(q.shape)
 
 
-def empty_cache(config: LlamaConfig, batch: int, size: int) -> tuple[jax.Array, jax.Array]:
+def empty_cache(config: ModelConfig, batch: int, size: int) -> tuple[jax.Array, jax.Array]:
     """A dense cache of ``size`` tokens: two [L, B, size, H, d] f32."""
     shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_dim)
     return jnp.zeros(shape), jnp.zeros(shape)
@@ -48,15 +48,15 @@ def run(config, params, tokens, start, cache):
         out = dense_attention(q, keys[layer], values[layer], positions, slots)
         return (keys, values), out, None
 
-    hidden, cache, _ = llama.forward(config, params, tokens, positions, attend, cache)
-    return llama.logits(config, params, hidden), cache
+    hidden, cache, _ = decoder.forward(config, params, tokens, positions, attend, cache)
+    return decoder.logits(config, params, hidden), cache
 
 
-def params_from(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> nnx.State:
+def params_from(config: ModelConfig, read: Callable[[str], np.ndarray]) -> nnx.State:
     """Stacked f32 parameters from tensors that ``read`` returns by their Hugging Face names."""
     params = jax.tree.map(
         lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype),
-        llama.abstract_params(config, jnp.float32),
+        decoder.abstract_params(config, jnp.float32),
     )
     for slot in tensor_slots(config):
         target: Any = params
@@ -66,3 +66,14 @@ def params_from(config: LlamaConfig, read: Callable[[str], np.ndarray]) -> nnx.S
         part = value if slot.layer is None else value[slot.layer]
         part[slot.index] = slot.arrange(read(slot.hf_name))
     return jax.tree.map(jnp.asarray, params)
+
+
+def unstacked(params: nnx.State) -> nnx.State:
+    """Stacked parameters with one array per layer and name."""
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    stacks = cast(nnx.State, params["layers"])
+    layers = [
+        {name: leaf.replace(leaf[...][i]) for name, leaf in stacks.items()}
+        for i in range(len(jax.tree.leaves(stacks)[0]))
+    ]
+    return nnx.State({**rest, "layers": dict(enumerate(layers))})

@@ -1,4 +1,4 @@
-"""The Llama decoder against transformers (golden files made by scripts/make_golden.py)."""
+"""Models of every family against transformers (golden files made by scripts/make_golden.py)."""
 
 import functools
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models import llama
-from kvjax.models.config import config_from_hf, get_model_entry
+from kvjax.models.architectures import config_from_hf
+from kvjax.models.config import get_model_entry
 from kvjax.models.weights import load_params
 from tests.conftest import REPOSITORY
 from tests.golden import tiny_models
-from tests.models.llama_helpers import empty_cache, params_from, run
+from tests.models.llama_helpers import empty_cache, params_from, run, unstacked
 
 GOLDEN = REPOSITORY / "tests" / "golden"
 # The parity promised; what is measured is below 1e-4.
@@ -30,23 +30,23 @@ def tiny(case: str):
 @pytest.mark.parametrize("case", tiny_models.CASES)
 def test_tiny_models_equal_transformers(case, stacked):
     config, params = tiny(case)
-    params = params if stacked else llama.unstack_layers(params)
+    params = params if stacked else unstacked(params)
     tokens = jnp.asarray(tiny_models.tiny_tokens(case))
     cache = empty_cache(config, *tokens.shape)
     logits, _ = jax.jit(run, static_argnums=(0, 3))(config, params, tokens, 0, cache)
-    expected = np.load(GOLDEN / "tiny_llama.npz")[case]
+    expected = tiny_models.golden_logits(case)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE / 4)
 
 
-@pytest.mark.parametrize("case", ["gqa_2_to_1", "llama3_rope", "qkv_bias"])
+@pytest.mark.parametrize("case", ["gqa_2_to_1", "llama3_rope", "qkv_bias", "qk_norm"])
 def test_decoding_token_by_token_equals_one_pass(case):
     config, params = tiny(case)
     tokens = jnp.asarray(tiny_models.tiny_tokens(case))
     batch, length = tokens.shape
     step = jax.jit(run, static_argnums=0)
     _, cache = step(config, params, tokens[:, :80], 0, empty_cache(config, batch, length))
-    expected = np.load(GOLDEN / "tiny_llama.npz")[case]
+    expected = tiny_models.golden_logits(case)
     for t in range(80, length):
         logits, cache = step(config, params, tokens[:, t : t + 1], t, cache)
         np.testing.assert_allclose(logits[:, 0], expected[:, t], rtol=0, atol=TOLERANCE / 4)

@@ -1,4 +1,4 @@
-"""The Llama decoder against NumPy, in bfloat16 above all, and NumPy against transformers.
+"""Models of every family against NumPy, in bfloat16 above all, and NumPy against transformers.
 
 What a bfloat16 model must compute in float32 (norms, rotations, logits) shows in the first layer's
 queries and keys: done right, they are the oracle's to the bit but for sums whose order tips a
@@ -11,9 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.models import llama
-from kvjax.models.config import config_from_hf
-from tests.conftest import REPOSITORY
+from kvjax.models import decoder
+from kvjax.models.architectures import config_from_hf
 from tests.golden import tiny_models
 from tests.models.llama_helpers import dense_attention, params_from
 from tests.oracle import llama as oracle
@@ -25,7 +24,7 @@ START = 3000
 @pytest.mark.parametrize("case", tiny_models.CASES)
 def test_the_oracle_equals_transformers(case):
     hf, weights = tiny_models.CASES[case], tiny_models.tiny_weights(case)
-    expected = np.load(REPOSITORY / "tests" / "golden" / "tiny_llama.npz")[case]
+    expected = tiny_models.golden_logits(case)
     positions = np.arange(expected.shape[1])
     got, _ = oracle.forward(hf, weights, tiny_models.tiny_tokens(case)[0], positions)
     np.testing.assert_allclose(got, expected[0], rtol=0, atol=2.5e-4)
@@ -44,18 +43,24 @@ def run(hf, weights, tokens, positions, dtype):
 
     @jax.jit
     def compute(params, tokens):
-        hidden, _, aux = llama.forward(config, params, tokens, jnp.asarray(positions), attend, None)
-        return hidden, llama.logits(config, params, hidden), aux
+        hidden, _, aux = decoder.forward(
+            config, params, tokens, jnp.asarray(positions), attend, None
+        )
+        return hidden, decoder.logits(config, params, hidden), aux
 
     return compute(params, jnp.asarray(tokens))
 
 
-def test_small_activations():
+@pytest.mark.parametrize("case", ["qkv_bias", "qk_norm"])
+def test_small_activations(case):
     """So small that the norms divide by no more than epsilon's root."""
-    hf = tiny_models.CASES["qkv_bias"]
-    weights = dict(tiny_models.tiny_weights("qkv_bias"))
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * 1e-3
-    tokens = tiny_models.tiny_tokens("qkv_bias")[:1]
+    hf = tiny_models.CASES[case]
+    small = ("model.embed_tokens.weight", "q_proj.weight", "k_proj.weight")
+    weights = {
+        name: weight * 1e-3 if name.endswith(small) else weight
+        for name, weight in tiny_models.tiny_weights(case).items()
+    }
+    tokens = tiny_models.tiny_tokens(case)[:1]
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
     _, _, aux = run(hf, weights, tokens, positions, jnp.float32)
     _, projected = oracle.forward(hf, weights, tokens[0], positions[0])
@@ -63,7 +68,7 @@ def test_small_activations():
         np.testing.assert_allclose(got[0, 0], want, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["llama3_rope", "qkv_bias"])
+@pytest.mark.parametrize("case", ["llama3_rope", "qkv_bias", "qk_norm"])
 def test_bfloat16(case):
     hf, weights = tiny_models.CASES[case], tiny_models.tiny_weights(case)
     tokens = tiny_models.tiny_tokens(case)[:1]

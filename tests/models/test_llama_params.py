@@ -1,4 +1,4 @@
-"""Parameters of the Llama decoder: shapes, initial values, checkpoint layout, memory."""
+"""Parameters of models: shapes, initial values, checkpoint layout, memory."""
 
 import dataclasses
 import functools
@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models import llama
-from kvjax.models.config import MODELS, LlamaConfig
+from kvjax.models import decoder
+from kvjax.models.architectures import ARCHITECTURES
+from kvjax.models.config import MODELS, ModelConfig
+from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.layout import tensor_slots, undo_gguf_permutation
-from tests.models.llama_helpers import empty_cache, params_from, run
+from tests.models.checkpoints import num_params
+from tests.models.llama_helpers import empty_cache, params_from, run, unstacked
+from tests.models.test_config import PUBLISHED_MILLIONS
 
-TINY = LlamaConfig(
+TINY = ModelConfig(
     name="tiny",
     vocab_size=64,
     hidden_size=32,
@@ -25,6 +29,8 @@ TINY = LlamaConfig(
     tie_word_embeddings=False,
     attention_bias=True,
 )
+TINY_QWEN3 = dataclasses.replace(TINY, attention_bias=False, family="qwen3")
+TINIES = (TINY, TINY_QWEN3)
 
 
 def keys(path) -> tuple:
@@ -46,22 +52,29 @@ def memory_of(lowered):
 @pytest.mark.parametrize("name", MODELS)
 def test_abstract_params_have_the_size_of_the_configuration(name):
     config = MODELS[name].config
-    leaves = jax.tree.leaves(llama.abstract_params(config, jnp.bfloat16))
+    leaves = jax.tree.leaves(decoder.abstract_params(config, jnp.bfloat16))
     bias = config.num_layers * config.head_dim * (config.num_heads + 2 * config.num_kv_heads)
-    assert sum(leaf.size for leaf in leaves) == config.num_params
+    total = sum(leaf.size for leaf in leaves)
+    assert total == num_params(config)
+    assert round(total / 1e6) == PUBLISHED_MILLIONS[name]
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
     assert any(leaf.size == bias for leaf in leaves) == config.attention_bias
 
 
+def test_every_architecture_has_a_family():
+    assert {row.family for row in ARCHITECTURES} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("config", TINIES, ids=lambda config: config.family)
 @pytest.mark.parametrize("stacked", [True, False])
-def test_init_matches_the_abstract_description(stacked):
-    params = llama.init_params(TINY, jnp.bfloat16, seed=3, stacked=stacked)
-    abstract = llama.abstract_params(TINY, jnp.bfloat16, stacked=stacked)
+def test_init_matches_the_abstract_description(stacked, config):
+    params = decoder.init_params(config, jnp.bfloat16, seed=3, stacked=stacked)
+    abstract = decoder.abstract_params(config, jnp.bfloat16, stacked=stacked)
     assert jax.tree.structure(params) == jax.tree.structure(abstract)
     assert jax.tree.all(
         jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, params, abstract)
     )
-    axes = llama.logical_axes(TINY, stacked)
+    axes = decoder.logical_axes(config, stacked)
     for path, leaf in jax.tree.leaves_with_path(abstract):
         assert len(axes.pop(keys(path))) == leaf.ndim
     assert not axes
@@ -69,10 +82,11 @@ def test_init_matches_the_abstract_description(stacked):
 
 def test_initial_values():
     config = dataclasses.replace(TINY, hidden_size=256, intermediate_size=512)
-    params = llama.init_params(config, jnp.float32, seed=1)
-    again = llama.init_params(config, jnp.float32, seed=1)
-    other = llama.init_params(config, jnp.float32, seed=2)
-    tables = {**llama.model_table(config), **llama.layer_table(config)}
+    params = decoder.init_params(config, jnp.float32, seed=1)
+    again = decoder.init_params(config, jnp.float32, seed=1)
+    other = decoder.init_params(config, jnp.float32, seed=2)
+    family = family_of(config)
+    tables = {**family.table(config), **family.layer_class.table(config)}
     drawn = []
     for name, leaf in named(params).items():
         values, std = np.asarray(leaf), tables[name].std
@@ -93,23 +107,20 @@ def test_initial_values():
     assert not np.array_equal(named(params)["embed"], named(other)["embed"])
 
 
-def test_unstacked_layers_are_the_same_numbers():
-    stacked = llama.init_params(TINY, jnp.float32, seed=5)
-    single = llama.init_params(TINY, jnp.float32, seed=5, stacked=False)
-    split = llama.unstack_layers(stacked)
-    assert llama.is_stacked(stacked)
-    assert not llama.is_stacked(split)
+def test_stacked_or_not_the_numbers_are_the_same():
+    stacked = decoder.init_params(TINY, jnp.float32, seed=5)
+    single = decoder.init_params(TINY, jnp.float32, seed=5, stacked=False)
+    assert decoder.is_stacked(stacked)
+    assert not decoder.is_stacked(single)
+    split = unstacked(stacked)
     assert jax.tree.structure(split) == jax.tree.structure(single)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), split, single))
-    assert llama.unstack_layers(split) is split
-    llama.unstack_layers(stacked, donate=True)
-    assert named(stacked)["qkv"].is_deleted()
-    assert not named(stacked)["embed"].is_deleted()
 
 
+@pytest.mark.parametrize("config", TINIES, ids=lambda config: config.family)
 @pytest.mark.parametrize("tied", [True, False])
-def test_checkpoint_slots_fill_every_parameter_once(tied):
-    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+def test_checkpoint_slots_fill_every_parameter_once(tied, config):
+    config = dataclasses.replace(config, tie_word_embeddings=tied)
     counter = iter(range(1, 10**6))
 
     def read(name: str) -> np.ndarray:
@@ -120,7 +131,7 @@ def test_checkpoint_slots_fill_every_parameter_once(tied):
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
     assert not any(np.isnan(leaf).any() for leaf in leaves)
     filled = sum(np.prod(s.file_shape) for s in tensor_slots(config))
-    assert filled == sum(leaf.size for leaf in leaves) == config.num_params
+    assert filled == sum(leaf.size for leaf in leaves)
     slots = list(tensor_slots(config))
     assert len({s.hf_name for s in slots}) == len({s.gguf_name for s in slots}) == len(slots)
 
@@ -140,9 +151,9 @@ def test_gguf_rows_are_put_back_into_halves():
 
 @pytest.mark.usefixtures("unchecked_signatures")
 def test_positions_must_match_tokens():
-    params = llama.init_params(TINY, jnp.float32)
+    params = decoder.init_params(TINY, jnp.float32)
     with pytest.raises(ValueError, match=r"one shape \[B, T\], got \(1, 4\) and \(4,\)"):
-        llama.forward(
+        decoder.forward(
             TINY,
             params,
             jnp.zeros((1, 4), jnp.int32),
@@ -153,14 +164,14 @@ def test_positions_must_match_tokens():
 
 
 def test_aux_is_stacked_over_layers():
-    params = llama.init_params(TINY, jnp.float32)
+    params = decoder.init_params(TINY, jnp.float32)
     tokens = jnp.zeros((2, 4), jnp.int32)
 
     def attend(carry, layer, q, k, v):
         return carry + 1, jnp.zeros_like(q), {"k": k, "layer": layer}
 
-    for state in (params, llama.unstack_layers(params)):
-        _, count, aux = llama.forward(TINY, state, tokens, tokens, attend, 0)
+    for state in (params, unstacked(params)):
+        _, count, aux = decoder.forward(TINY, state, tokens, tokens, attend, 0)
         assert int(count) == TINY.num_layers
         assert aux["k"].shape == (3, 2, 4, 2, 8)
         assert aux["layer"].tolist() == [0, 1, 2]
@@ -171,7 +182,7 @@ def test_a_decode_step_copies_neither_the_carry_nor_unstacked_weights(stacked):
     config = dataclasses.replace(
         TINY, hidden_size=256, intermediate_size=1024, num_layers=4, tie_word_embeddings=True
     )
-    params = llama.abstract_params(config, jnp.float32, stacked)
+    params = decoder.abstract_params(config, jnp.float32, stacked)
     cache = jax.eval_shape(functools.partial(empty_cache, config, 1, 65_536))
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     step = jax.jit(run, static_argnums=(0, 3), donate_argnums=4)
@@ -185,6 +196,6 @@ def test_a_decode_step_copies_neither_the_carry_nor_unstacked_weights(stacked):
 
 def test_init_makes_no_second_copy():
     config = dataclasses.replace(TINY, hidden_size=256, vocab_size=8192)
-    build = jax.jit(lambda seed: llama._build(config, jnp.float32, seed, True))
+    build = jax.jit(lambda seed: decoder._build(config, jnp.float32, seed, True))
     memory = memory_of(build.lower(np.uint32(0)))
-    assert memory.temp_size_in_bytes < config.num_params * 4 // 20
+    assert memory.temp_size_in_bytes < memory.output_size_in_bytes // 20

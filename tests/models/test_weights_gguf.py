@@ -15,13 +15,14 @@ from flax import nnx
 
 from kvjax.errors import UserError
 from kvjax.models.config import RopeScaling, get_model_entry
-from kvjax.models.llama import abstract_params
+from kvjax.models.decoder import abstract_params
 from kvjax.models.rope import rope_frequencies
 from kvjax.models.weights import config_from_gguf, fill, load_params
 from kvjax.models.weights.gguf import SUPPORTED_TYPES, dequantize
 from kvjax.models.weights.gguf_header import read_gguf_header
 from tests.models.checkpoints import (
     CONFIG,
+    QWEN3,
     assert_params,
     expected_params,
     random_tensors,
@@ -129,6 +130,13 @@ def test_qwen2_biases_keep_their_order(tmp_path: Path) -> None:
     assert_params(params, expected_params(config, tensors))
 
 
+def test_qwen3_has_norms_of_heads(tmp_path: Path) -> None:
+    tensors = random_tensors(QWEN3)
+    found, params = load_params(write_gguf(tmp_path / "q.gguf", QWEN3, tensors, "qwen3"))
+    assert dataclasses.replace(found, name="tiny") == QWEN3
+    assert_params(params, expected_params(QWEN3, tensors))
+
+
 def test_llama_biases_are_permuted(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, attention_bias=True)
     tensors = random_tensors(config)
@@ -170,7 +178,6 @@ def test_rope_scaling_comes_back(
         tmp_path / "scaled.gguf",
         config,
         random_tensors(config),
-        metadata={"llama.attention.key_length": head_dim, "llama.attention.value_length": head_dim},
         extra={"rope_freqs.weight": factors},
     )
     found, _ = load_params(path)
@@ -207,7 +214,7 @@ def test_real_model(smollm2_path: Path) -> None:
     config, params = load_params(smollm2_path)
     assert dataclasses.astuple(config) == (
         *("Smollm2 135M 8k Lc100K Mix1 Ep2", 49152, 576, 1536, 30, 9, 3, 64),
-        *(100_000.0, None, 1e-5, 8192, True, False),
+        *(100_000.0, None, 1e-5, 8192, True, False, "llama"),
     )
     entry = get_model_entry("smollm2-135m")
     assert dataclasses.replace(config, name=entry.config.name) == entry.config
@@ -283,7 +290,7 @@ def test_other_architectures(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "g.gguf", CONFIG, random_tensors(CONFIG), "gemma2")
     message = failure(path)
     assert "'gemma2'" in message
-    assert "llama, qwen2" in message
+    assert "llama, qwen2, qwen3" in message
     for metadata, word in (
         ({"llama.expert_count": 8}, "mixture"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "'yarn'"),

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 from kvjax.models.layout import tensor_slots
-from tests.models.checkpoints import CONFIG, random_tensors, write_folder, write_gguf
+from tests.models.checkpoints import (
+    CONFIG,
+    num_params,
+    random_tensors,
+    write_folder,
+    write_gguf,
+)
 
 # 78 million parameters: 310 MB in float32.
 LARGE = dataclasses.replace(
@@ -39,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def large_tensors(config: LlamaConfig) -> dict[str, np.ndarray]:
+def large_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     """Tensors of the right shapes; all rows of a matrix share one piece of random numbers."""
     rng = np.random.default_rng(0)
     row = rng.standard_normal(8192).astype(np.float32)
@@ -112,7 +118,7 @@ def peak_of_loading(root: Path, name: str, dtype: str, stacked: bool) -> float:
     ],
 )
 def test_peak_memory(checkpoints: Path, name: str, dtype: str, stacked: bool) -> None:
-    weights = LARGE.num_params * np.dtype(dtype if dtype == "float32" else "int16").itemsize
+    weights = num_params(LARGE) * np.dtype(dtype if dtype == "float32" else "int16").itemsize
     peak = peak_of_loading(checkpoints, name, dtype, stacked)
     # A gigabyte is allowed, but at this size even a second copy would be within it.
     assert peak <= weights / MEGABYTE + 100
@@ -132,7 +138,7 @@ def test_peak_memory_of_orbax(checkpoints: Path, dtype: str, stacked: bool) -> N
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                 check=True,
             )
-    weights = LARGE.num_params * np.dtype(dtype if dtype == "float32" else "int16").itemsize
+    weights = num_params(LARGE) * np.dtype(dtype if dtype == "float32" else "int16").itemsize
     peak = peak_of_loading(checkpoints, "orbax", dtype, stacked)
     # Orbax holds a group of arrays (268 MB) more than once while it reads.
     assert peak <= weights / MEGABYTE + 400

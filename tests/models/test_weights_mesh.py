@@ -15,8 +15,7 @@ SCRIPT = textwrap.dedent(
     import jax, numpy as np
     from flax import nnx
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
-    from kvjax.models.config import LlamaConfig, RopeScaling
-    from kvjax.models.llama import logical_axes
+    from kvjax.models.decoder import logical_axes
     from kvjax.models.weights import load_params
 
     assert jax.device_count() == 2

@@ -18,15 +18,17 @@ import pytest
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.models.config import MODELS, RopeScaling, config_from_hf
-from kvjax.models.llama import abstract_params, init_params, logical_axes
+from kvjax.models.architectures import config_from_hf, config_to_hf
+from kvjax.models.config import MODELS, RopeScaling
+from kvjax.models.decoder import abstract_params, init_params, logical_axes
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import load_params, orbax, orbax_save, save_orbax
-from kvjax.models.weights.orbax_save import config_to_hf
 from tests.models.checkpoints import (
     CONFIG,
+    QWEN3,
     assert_params,
     expected_params,
+    num_params,
     random_tensors,
     write_folder,
     write_gguf,
@@ -64,12 +66,22 @@ def test_config_round_trip(config: Any) -> None:
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("saved_stacked", [True, False])
-def test_round_trip(tmp_path: Path, stacked: bool, saved_stacked: bool) -> None:
-    config = dataclasses.replace(
-        CONFIG, attention_bias=True, rope_scaling=RopeScaling(8.0), tie_word_embeddings=True
-    )
+QWEN2 = dataclasses.replace(
+    CONFIG, attention_bias=True, rope_scaling=RopeScaling(8.0), tie_word_embeddings=True
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "stacked", "saved_stacked"),
+    [
+        (QWEN2, True, True),
+        (QWEN2, True, False),
+        (QWEN2, False, True),
+        (QWEN2, False, False),
+        (QWEN3, True, False),
+    ],
+)
+def test_round_trip(tmp_path: Path, config: Any, stacked: bool, saved_stacked: bool) -> None:
     params = init_params(config, "float32", seed=1, stacked=saved_stacked)
     path = save_orbax(tmp_path / "deep" / "model", config, params)
     assert [p.name for p in path.parent.iterdir()] == ["model"]
@@ -87,7 +99,7 @@ def test_casts(saved: Path, original: nnx.State, dtype: str, stacked: bool) -> N
     _, params = load_params(saved, None, dtype, lambda *step: seen.append(step), stacked=stacked)
     expected = init_params(CONFIG, "float32", seed=3, stacked=stacked)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(dtype)), params, expected)
-    total = 2 * CONFIG.num_params
+    total = 2 * num_params(CONFIG)
     assert seen[-1] == ("load", total, total)
 
 

@@ -14,12 +14,14 @@ import safetensors.numpy
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.models.llama import abstract_params, logical_axes
+from kvjax.models.decoder import abstract_params, logical_axes
 from kvjax.models.weights import fill, load_params
 from tests.models.checkpoints import (
     CONFIG,
+    QWEN3,
     assert_params,
     expected_params,
+    num_params,
     random_tensors,
     write_folder,
 )
@@ -95,6 +97,19 @@ def test_biases(tmp_path: Path) -> None:
     assert "no place for the tensor model.layers" in failure(path)
 
 
+def test_norms_of_heads(tmp_path: Path) -> None:
+    tensors = random_tensors(QWEN3)
+    path = write_folder(tmp_path / "qwen3", QWEN3, tensors)
+    config, params = load_params(path)
+    assert config == dataclasses.replace(QWEN3, name="qwen3")
+    assert_params(params, expected_params(QWEN3, tensors))
+    # The same shapes without the norms are another model.
+    other = dataclasses.replace(QWEN3, family="llama")
+    assert "its family is qwen3, and tiny has llama" in failure(path, config=other)
+    write_folder(path, other, tensors)
+    assert "no place for the tensor model.layers.0.self_attn." in failure(path)
+
+
 def test_named_model(folder: Path) -> None:
     """The name is the caller's, what the checkpoint knows better is the checkpoint's."""
     asked = dataclasses.replace(CONFIG, name="asked", rope_theta=5.0, max_position_embeddings=7)
@@ -109,8 +124,8 @@ def test_named_model(folder: Path) -> None:
 
 def test_progress(folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    config, _ = load_params(folder, dtype="bfloat16", progress=lambda *step: seen.append(step))
-    assert seen[-1] == ("load", 2 * config.num_params, 2 * config.num_params)
+    load_params(folder, dtype="bfloat16", progress=lambda *step: seen.append(step))
+    assert seen[-1] == ("load", 2 * num_params(CONFIG), 2 * num_params(CONFIG))
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
 
 

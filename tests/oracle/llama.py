@@ -1,4 +1,6 @@
-"""The Llama decoder in NumPy, from the checkpoint's tensors and config.json, in any float dtype.
+"""Decoders in NumPy, from the checkpoint's tensors and config.json, in any float dtype.
+
+Llama, with biases of q, k and v or norms of their heads where a checkpoint has any.
 
 In bfloat16 every weight, every matrix product and every sum of the residual stream is rounded;
 norms, rotations, attention and logits are computed in float32 and rounded once, as the published
@@ -81,6 +83,9 @@ def forward(
         q, k, v = (
             linear(h, f"{name}self_attn.{letter}_proj").reshape(count, -1, d) for letter in "qkv"
         )
+        if f"{name}self_attn.q_norm.weight" in w:  # of every head by itself, before the rotation
+            q = norm(q, w[f"{name}self_attn.q_norm.weight"])
+            k = norm(k, w[f"{name}self_attn.k_norm.weight"])
         q, k = rotate(q), rotate(k)
         projected.append((q, k, v))
         out = np.empty_like(q)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from kvjax.errors import UserError
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 from kvjax.models.files import find, shown_path
 from kvjax.models.hub import Progress
 from kvjax.models.weights.fill import ParamPath, fill_params
@@ -35,18 +35,19 @@ _SHAPE_FIELDS = (
     "num_kv_heads",
     "head_dim",
     "attention_bias",
+    "family",
 )
 
 
 def load_params(
     path: str | os.PathLike[str],
-    config: LlamaConfig | None = None,
+    config: ModelConfig | None = None,
     dtype: DTypeLike = jnp.float32,
     progress: Progress | None = None,
     *,
     stacked: bool = True,
     shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
-) -> tuple[LlamaConfig, nnx.State]:
+) -> tuple[ModelConfig, nnx.State]:
     """Loads a checkpoint, streaming: host memory stays at the weights in `dtype` plus 1 GB.
 
     Args:
@@ -57,7 +58,7 @@ def load_params(
         dtype: float32, bfloat16 or float16.
         progress: called as progress("load", bytes done, bytes in all).
         stacked: layers stacked along a leading axis, or one array per layer.
-        shardings: sharding per parameter path (see `kvjax.models.llama.logical_axes`).
+        shardings: sharding per parameter path (see `kvjax.models.decoder.logical_axes`).
 
     Returns:
         The configuration and the parameters, as `abstract_params(config, dtype, stacked)`.
@@ -88,7 +89,7 @@ def load_params(
         source.close()
 
 
-def _agreed(found: LlamaConfig, wanted: LlamaConfig | None, path: Path) -> LlamaConfig:
+def _agreed(found: ModelConfig, wanted: ModelConfig | None, path: Path) -> ModelConfig:
     """What the checkpoint says, under the name that was asked for; their shapes are equal."""
     if wanted is None:
         return found
@@ -101,7 +102,7 @@ def _agreed(found: LlamaConfig, wanted: LlamaConfig | None, path: Path) -> Llama
     return dataclasses.replace(found, name=wanted.name)
 
 
-def _open_source(path: Path, config: LlamaConfig | None) -> TensorSource:
+def _open_source(path: Path, config: ModelConfig | None) -> TensorSource:
     if path.is_dir():
         if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
             return SafetensorsSource(path, config)

@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import abstract_params
 from kvjax.models.hub import Progress
 from kvjax.models.layout import IGNORED_SUFFIXES, TensorSlot, tensor_slots
-from kvjax.models.llama import abstract_params
 from kvjax.models.weights.source import TensorSource, all_finite, convert
 
 ParamPath = tuple[str | int, ...]
@@ -32,7 +32,7 @@ _MAX_WORKERS = 8
 _ALIGNMENT = 64
 
 
-def check_source(source: TensorSource, config: LlamaConfig) -> list[TensorSlot]:
+def check_source(source: TensorSource, config: ModelConfig) -> list[TensorSlot]:
     """The slots of `config`, each known to have its tensor of the right shape in `source`.
 
     Raises UserError for a missing tensor, a shape that disagrees, and tensors that the
@@ -65,7 +65,7 @@ def check_source(source: TensorSource, config: LlamaConfig) -> list[TensorSlot]:
 
 def fill_params(
     source: TensorSource,
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: np.dtype,
     progress: Progress | None = None,
     *,
@@ -94,7 +94,7 @@ def fill_params(
     return state_from_leaves({path: leaf.replace(filled[path]) for path, leaf in abstract.items()})
 
 
-def abstract_leaves(config: LlamaConfig, dtype: np.dtype, stacked: bool) -> dict[ParamPath, Any]:
+def abstract_leaves(config: ModelConfig, dtype: np.dtype, stacked: bool) -> dict[ParamPath, Any]:
     """Abstract parameters by path.
 
     Single layers are made from the stack: to trace the model with each of them takes a second.

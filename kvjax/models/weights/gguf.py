@@ -1,7 +1,7 @@
 """GGUF files: configuration from the metadata, tensors dequantised and in Hugging Face order.
 
 llama.cpp's converter reorders the rows of the Q and K projections of Llama models so that
-rotary pairs lie side by side; that is undone here. Qwen2 files keep the original order.
+rotary pairs lie side by side; that is undone here. Other files keep the original order.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ import numpy as np
 
 from kvjax.checks import shown
 from kvjax.errors import UserError
-from kvjax.models.config import LlamaConfig, RopeScaling
+from kvjax.models.architectures import GGUF_ARCHITECTURES
+from kvjax.models.config import ModelConfig, RopeScaling
 from kvjax.models.files import open_file
 from kvjax.models.layout import TensorSlot, undo_gguf_permutation
 from kvjax.models.rope import rope_frequencies
 from kvjax.models.weights.gguf_header import GGUFHeader, read_gguf_header
 from kvjax.models.weights.source import read_exactly
 
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2")
 SUPPORTED_TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K",
 )  # fmt: skip
@@ -44,7 +44,8 @@ class GGUFSource:
         self.config = config_from_gguf(header)
         self.shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         self._tensors = header.tensors
-        self._permuted = header.metadata["general.architecture"] == "llama"
+        architecture = GGUF_ARCHITECTURES[header.metadata["general.architecture"]]
+        self._interleaved = architecture.gguf_interleaved
         self._file = open_file(self.path)
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class GGUFSource:
         offset = tensor.offset + start * row_bytes
         raw = read_exactly(self._file.fileno(), offset, rows * row_bytes, self.path)
         values = dequantize(raw, tensor.type_name).reshape(rows, *tensor.shape[1:])
-        if self._permuted and slot.rope_heads is not None:
+        if self._interleaved and slot.rotated:
             values = undo_gguf_permutation(values, rows // self.config.head_dim)
         return values
 
@@ -101,7 +102,7 @@ def dequantize(raw: np.ndarray, type_name: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.float32)])
 
 
-def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig:
+def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> ModelConfig:
     """The model configuration that a GGUF file's metadata and tensor table describe.
 
     Raises UserError for other architectures (by name, with the supported ones), mixtures of
@@ -112,10 +113,10 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
     header = source if isinstance(source, GGUFHeader) else read_gguf_header(source)
     values, path = header.metadata, header.path
     architecture = values.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in SUPPORTED_ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
         raise UserError(
             f"{path}: the GGUF architecture {shown(architecture)} is not supported; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"supported: {', '.join(GGUF_ARCHITECTURES)}"
         )
 
     def get(key: str, default: float | None = None) -> Any:
@@ -151,7 +152,7 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
             )
     try:
         name = values.get("general.name")
-        config = LlamaConfig(
+        config = ModelConfig(
             name=name if isinstance(name, str) and name else path.stem,
             vocab_size=embedding.shape[0],
             hidden_size=hidden,
@@ -165,6 +166,7 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> LlamaConfig
             max_position_embeddings=get("context_length"),
             tie_word_embeddings="output.weight" not in header.tensors,
             attention_bias="blk.0.attn_q.bias" in header.tensors,
+            family=GGUF_ARCHITECTURES[architecture].family,
         )
     except UserError as error:
         raise UserError(f"{path}: its metadata describe no usable model: {error}") from None
@@ -186,7 +188,7 @@ def _shortest(value: float) -> float:
         return float(str(np.float32(value)))
 
 
-def _rope_scaling(header: GGUFHeader, config: LlamaConfig) -> RopeScaling | None:
+def _rope_scaling(header: GGUFHeader, config: ModelConfig) -> RopeScaling | None:
     """The scaling that the file's tensor of divisors stands for."""
     tensor = header.tensors[_ROPE_FREQS]
     expected = (config.head_dim // 2,)
@@ -207,13 +209,13 @@ def _rope_scaling(header: GGUFHeader, config: LlamaConfig) -> RopeScaling | None
     return scaling
 
 
-def rope_factors(config: LlamaConfig) -> np.ndarray:
+def rope_factors(config: ModelConfig) -> np.ndarray:
     """By what scaling divides each rotary frequency, f64 [d / 2]: what rope_freqs.weight holds."""
     plain = rope_frequencies(dataclasses.replace(config, rope_scaling=None))
     return plain.astype(np.float64) / rope_frequencies(config)
 
 
-def rope_scaling_from_factors(factors: np.ndarray, config: LlamaConfig) -> RopeScaling | None:
+def rope_scaling_from_factors(factors: np.ndarray, config: ModelConfig) -> RopeScaling | None:
     """The Llama 3.1 scaling of `config`'s frequencies with these divisors [d / 2]; None if none is.
 
     The published parameters (1, 4, 8192) are tried first. Otherwise the blended part is solved

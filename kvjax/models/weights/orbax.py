@@ -5,7 +5,7 @@
     params/         the Orbax checkpoint: {"embed": …, "layers": {"0": {"qkv": …}, …}, …}
     files.json      the size of every file below params/
 
-The weights lie as the model takes them (``kvjax.models.llama``), one array per layer, so that
+The weights lie as the model takes them (``kvjax.models.families``), one array per layer, so that
 they load without a second copy whether the layers are to be stacked or not.
 """
 
@@ -28,7 +28,8 @@ from flax import nnx
 
 from kvjax.checks import shown
 from kvjax.errors import UserError
-from kvjax.models.config import LlamaConfig, config_from_hf
+from kvjax.models.architectures import config_from_hf
+from kvjax.models.config import ModelConfig
 from kvjax.models.files import find
 from kvjax.models.hub import Progress
 from kvjax.models.weights import fill
@@ -50,7 +51,7 @@ def is_orbax(folder: Path) -> bool:
 
 def load_orbax(
     path: str | os.PathLike[str],
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: np.dtype,
     progress: Progress | None = None,
     *,
@@ -83,7 +84,7 @@ def load_orbax(
     return place.state()
 
 
-def read_config(folder: Path) -> LlamaConfig:
+def read_config(folder: Path) -> ModelConfig:
     """The configuration of an Orbax checkpoint."""
     if not (folder / CONFIG).exists():
         raise UserError(f"{folder} has no {CONFIG}: it is no whole checkpoint; convert it again")
@@ -119,7 +120,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_metadata(
-    folder: Path, config: LlamaConfig, dtype: np.dtype
+    folder: Path, config: ModelConfig, dtype: np.dtype
 ) -> dict[ParamPath, jax.ShapeDtypeStruct]:
     """What is to be stored, by path, after comparing it with what is."""
     from orbax.checkpoint import v1 as ocp
@@ -243,7 +244,7 @@ class _Placement:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         dtype: np.dtype,
         stacked: bool,
         shardings: Mapping[ParamPath, jax.sharding.Sharding],

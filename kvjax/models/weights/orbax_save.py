@@ -13,7 +13,8 @@ import jax
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.models.config import LlamaConfig
+from kvjax.models.architectures import config_to_hf
+from kvjax.models.config import ModelConfig
 from kvjax.models.weights.fill import ParamPath
 from kvjax.models.weights.gguf_header import read_gguf_header
 from kvjax.models.weights.orbax import CONFIG, FILES, GROUP_BYTES, PARAMS, file_sizes
@@ -34,7 +35,7 @@ _TOKENIZER_FILES = (
 
 def save_orbax(
     path: str | os.PathLike[str],
-    config: LlamaConfig,
+    config: ModelConfig,
     params: nnx.State,
     tokenizer: str | os.PathLike[str] | None = None,
     *,
@@ -85,38 +86,7 @@ def save_orbax(
     return target
 
 
-def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """The contents of a Hugging Face config.json that `config_from_hf` reads back as `config`."""
-    architecture = "Qwen2ForCausalLM" if config.attention_bias else "LlamaForCausalLM"
-    values: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": "qwen2" if config.attention_bias else "llama",
-        "_name_or_path": config.name,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
-    if (scaling := config.rope_scaling) is not None:
-        values["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
-    return values
-
-
-def _tree(config: LlamaConfig, params: nnx.State) -> dict[str, Any]:
+def _tree(config: ModelConfig, params: nnx.State) -> dict[str, Any]:
     """The nested dict that is stored: plain arrays, one per layer."""
     tree: dict[str, Any] = {"layers": {str(i): {} for i in range(config.num_layers)}}
     for path, leaf in cast(Iterable[tuple[ParamPath, Any]], nnx.to_flat_state(params)):

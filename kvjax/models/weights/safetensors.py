@@ -16,7 +16,8 @@ import numpy as np
 
 from kvjax.checks import shown
 from kvjax.errors import UserError
-from kvjax.models.config import LlamaConfig, config_from_hf
+from kvjax.models.architectures import config_from_hf
+from kvjax.models.config import ModelConfig
 from kvjax.models.files import (
     MAX_JSON_BYTES,
     Fields,
@@ -49,7 +50,7 @@ class _Tensor:
 class SafetensorsSource:
     """The tensors of a checkpoint folder; see `TensorSource`."""
 
-    def __init__(self, path: str | os.PathLike[str], config: LlamaConfig | None = None):
+    def __init__(self, path: str | os.PathLike[str], config: ModelConfig | None = None):
         """Reads config.json (without one, `config` is taken) and all headers of the folder."""
         self.path = Path(path)
         self.config = read_hf_config(self.path, config)
@@ -108,7 +109,7 @@ class SafetensorsSource:
             self._tensors[name] = _Tensor(file, path, dtype, begin)
 
 
-def read_hf_config(folder: Path, fallback: LlamaConfig | None = None) -> LlamaConfig:
+def read_hf_config(folder: Path, fallback: ModelConfig | None = None) -> ModelConfig:
     """The configuration in `folder`/config.json; `fallback` if there is no such file."""
     path = folder / "config.json"
     if not path.exists() and fallback is not None:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 from kvjax.models.layout import TensorSlot
 
 
@@ -23,7 +23,7 @@ class TensorSource(Protocol):
         ...
 
     @property
-    def config(self) -> LlamaConfig:
+    def config(self) -> ModelConfig:
         """The configuration that the checkpoint states."""
         ...
 

@@ -1,0 +1,208 @@
+"""What checkpoints call the models that run here, and what their config.json says.
+
+`ARCHITECTURES` is the one table of names: config.json's ``architectures`` and ``model_type``, and
+GGUF's ``general.architecture``. Each row names the family that runs it (a key of
+`kvjax.models.families.FAMILIES`), and how its files differ from those of others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvjax.checks import shown
+from kvjax.errors import UserError
+from kvjax.models.config import ModelConfig, RopeScaling
+from kvjax.models.files import Fields
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of `ARCHITECTURES`.
+
+    Attributes:
+        name, model_type: of config.json.
+        family: which family runs it.
+        gguf: ``general.architecture`` of GGUF files; None where they say another row's.
+        attention_bias: whether q, k and v have biases, which config.json does not say.
+        head_dim: where config.json does not say it; None: hidden size over heads.
+        always_windows: whether ``sliding_window`` counts without ``use_sliding_window``.
+        gguf_interleaved: whether GGUF files hold the halves of each rotated head by turns.
+    """
+
+    name: str
+    model_type: str
+    family: str
+    gguf: str | None
+    attention_bias: bool = False
+    head_dim: int | None = None
+    always_windows: bool = False
+    gguf_interleaved: bool = False
+
+
+ARCHITECTURES = (
+    Architecture("LlamaForCausalLM", "llama", "llama", "llama", gguf_interleaved=True),
+    Architecture("MistralForCausalLM", "mistral", "llama", None, always_windows=True),
+    Architecture("Qwen2ForCausalLM", "qwen2", "llama", "qwen2", attention_bias=True),
+    Architecture("Qwen3ForCausalLM", "qwen3", "qwen3", "qwen3", head_dim=128),
+)
+_BY_NAME = {row.name: row for row in ARCHITECTURES}
+_BY_MODEL_TYPE = {row.model_type: row for row in ARCHITECTURES}
+GGUF_ARCHITECTURES = {row.gguf: row for row in ARCHITECTURES if row.gguf is not None}
+
+
+def _whole(fields: Fields, key: str) -> int:
+    fields.require(key)
+    return fields.whole(key, 0)
+
+
+def _number(fields: Fields, key: str) -> float:
+    fields.require(key)
+    return fields.number(key, 0.0)
+
+
+def _architecture(hf: Fields) -> Architecture:
+    names = hf.get("architectures")
+    names = [] if names is None else names
+    if not isinstance(names, list):
+        raise UserError(f"{hf.label('architectures')} {shown(names)}: give a list of names")
+    if not names:
+        model_type = str(hf.get("model_type"))
+        if model_type in _BY_MODEL_TYPE:
+            return _BY_MODEL_TYPE[model_type]
+        names = [model_type]
+    for name in names:
+        if isinstance(name, str) and name in _BY_NAME:
+            return _BY_NAME[name]
+    given = shown(", ".join(map(str, names))).strip("'")
+    raise UserError(
+        f"{hf.where}: architecture {given} is not supported; supported: {', '.join(_BY_NAME)}"
+    )
+
+
+def _rope(hf: Fields) -> tuple[float, RopeScaling | None]:
+    """RoPE base and scaling, from ``rope_theta``/``rope_scaling`` or ``rope_parameters``."""
+    parameters = hf.object("rope_parameters")
+    scaling = hf.object("rope_scaling")
+    scaling = scaling if scaling.values else parameters
+    theta = hf.number("rope_theta", parameters.number("rope_theta", 10_000.0))
+    partial = hf.number("partial_rotary_factor", parameters.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise UserError(
+            f"{hf.where}: partial_rotary_factor {partial} is not supported: only 1.0 is"
+        )
+    kind = scaling.text("rope_type") or scaling.text("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(
+            f"{hf.where}: rope type {shown(kind)} is not supported; supported: default, llama3"
+        )
+    return theta, RopeScaling(
+        factor=_number(scaling, "factor"),
+        low_freq_factor=_number(scaling, "low_freq_factor"),
+        high_freq_factor=_number(scaling, "high_freq_factor"),
+        original_max_position_embeddings=_whole(scaling, "original_max_position_embeddings"),
+    )
+
+
+def config_from_hf(
+    hf: Mapping[str, Any], name: str = "", where: str = "config.json"
+) -> ModelConfig:
+    """Reads the contents of a Hugging Face ``config.json``.
+
+    Args:
+        hf: the parsed JSON object.
+        name: what to call the model; ``_name_or_path`` of the file by default.
+        where: what messages call the file.
+
+    Raises:
+        UserError: the architecture or one of its features is not supported (sliding windows,
+            other activations, other RoPE scalings, output or MLP biases), or a field is missing
+            or impossible.
+    """
+    fields = Fields(hf, where)
+    try:
+        return _config(fields, name)
+    except UserError as error:
+        if str(error).startswith(where):
+            raise
+        raise UserError(f"{where}: {error}") from None
+
+
+def _config(hf: Fields, name: str) -> ModelConfig:
+    architecture = _architecture(hf)
+    window = hf.whole("sliding_window", least=0)
+    uses_window = architecture.always_windows or hf.flag("use_sliding_window")
+    if window is not None and uses_window:
+        raise UserError(
+            f"{architecture.name} with a sliding window of {window} tokens is not supported; "
+            "use a checkpoint with full attention (Mistral v0.2 or later)"
+        )
+    activation = hf.text("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UserError(f"hidden_act {shown(activation)} is not supported; supported: silu")
+    for key in ("attention_bias", "mlp_bias"):
+        # In these architectures the flag would also put a bias on o_proj or the MLP.
+        if hf.flag(key):
+            raise UserError(f"{key} is not supported for {architecture.name}")
+    theta, scaling = _rope(hf)
+    hidden_size, num_heads = _whole(hf, "hidden_size"), _whole(hf, "num_attention_heads")
+    head_dim = hf.whole("head_dim", architecture.head_dim)
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise UserError(
+                f"hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads})"
+            )
+        head_dim = hidden_size // num_heads
+    return ModelConfig(
+        name=name or hf.text("_name_or_path") or architecture.name,
+        vocab_size=_whole(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_whole(hf, "intermediate_size"),
+        num_layers=_whole(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=hf.whole("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=hf.whole("max_position_embeddings", 2048),
+        # What the architectures assume when the file is silent.
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
+        attention_bias=architecture.attention_bias,
+        family=architecture.family,
+    )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The contents of a Hugging Face config.json that `config_from_hf` reads back as `config`.
+
+    Raises UserError if no architecture is of that family and has, or has not, such biases.
+    """
+    kind = (config.family, config.attention_bias)
+    rows = [row for row in ARCHITECTURES if (row.family, row.attention_bias) == kind]
+    if not rows:
+        raise UserError(
+            f"{config.name}: no architecture of config.json is a {config.family} model with "
+            f"attention_bias {config.attention_bias}"
+        )
+    values: dict[str, Any] = {
+        "architectures": [rows[0].name],
+        "model_type": rows[0].model_type,
+        "_name_or_path": config.name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = {"rope_type": "llama3", **asdict(config.rope_scaling)}
+    return values

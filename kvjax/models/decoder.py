@@ -1,0 +1,150 @@
+"""Parameters, forward pass and logits of a model of any family.
+
+It knows neither a cache nor kernels: attention is a callback that gets rotated queries and keys
+and threads a carry (for instance the KV pool) through the layers.
+"""
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families import family_of
+from kvjax.models.family import Attend, Layer, Model
+from kvjax.models.rope import rope_angles
+
+
+def _build(config: ModelConfig, dtype: DTypeLike, seed: Array | int, stacked: bool) -> nnx.State:
+    family = family_of(config)
+    model = family(config, dtype, seed)
+    make = functools.partial(family.layer_class, config, dtype, seed)
+    if stacked:
+        model.layers = nnx.vmap(make)(jnp.arange(config.num_layers))
+    else:
+        model.layers = nnx.List([make(i) for i in range(config.num_layers)])
+    return nnx.split(model, nnx.Param)[1]
+
+
+def abstract_params(config: ModelConfig, dtype: DTypeLike, stacked: bool = True) -> nnx.State:
+    """The parameters as ``jax.ShapeDtypeStruct`` leaves of ``dtype``; nothing is allocated."""
+    return jax.eval_shape(lambda: _build(config, dtype, 0, stacked))
+
+
+def init_params(
+    config: ModelConfig, dtype: DTypeLike, seed: int = 0, stacked: bool = True
+) -> nnx.State:
+    """Random weights of the true shapes, made on the default device without a second copy.
+
+    The same seed gives the same values, stacked or not.
+    """
+    salt = np.uint32(seed & 0xFFFFFFFF)
+    return jax.jit(_build, static_argnums=(0, 1, 3))(config, jnp.dtype(dtype), salt, stacked)
+
+
+def logical_axes(config: ModelConfig, stacked: bool = True) -> dict[tuple[str | int, ...], tuple]:
+    """Path of every parameter -> the names of its axes (``layers`` first when stacked)."""
+    family = family_of(config)
+    axes: dict[tuple[str | int, ...], tuple] = {
+        (name,): spec.axes for name, spec in family.table(config).items()
+    }
+    for name, spec in family.layer_class.table(config).items():
+        if stacked:
+            axes[("layers", name)] = ("layers", *spec.axes)
+        else:
+            axes.update({("layers", i, name): spec.axes for i in range(config.num_layers)})
+    return axes
+
+
+def is_stacked(params: nnx.State) -> bool:
+    """Whether the layers are stacked along a leading axis (else one sub-state per layer)."""
+    return not any(isinstance(key, int) for key in cast(nnx.State, params["layers"]))
+
+
+@functools.lru_cache(maxsize=64)
+def _graphdefs(config: ModelConfig) -> tuple[Any, Any]:
+    """Structure of the model without its layers, and of one layer; made without arrays."""
+    family = family_of(config)
+    model = nnx.eval_shape(lambda: family(config, jnp.float32, 0))
+    layer = nnx.eval_shape(lambda: family.layer_class(config, jnp.float32, 0, 0))
+    return nnx.split(model)[0], nnx.split(layer)[0]
+
+
+def _around_layers(config: ModelConfig, params: nnx.State) -> Model:
+    """The model without its layers."""
+    own = {name: leaf for name, leaf in params.items() if name != "layers"}
+    return nnx.merge(_graphdefs(config)[0], nnx.State(own))
+
+
+def forward[Carry](
+    config: ModelConfig,
+    params: nnx.State,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    attend: Attend[Carry],
+    carry: Carry,
+) -> tuple[Float[Array, "B T D"], Carry, PyTree]:
+    """Runs all layers on a batch of tokens.
+
+    Args:
+        config: the model (static).
+        params: as ``abstract_params(config, dtype)`` describes them, stacked or not; their dtype
+            is the dtype of the residual stream.
+        tokens: token ids.
+        positions: position of each token in its sequence; queries and keys are rotated by it.
+        attend: attention of one layer, see ``Attend``.
+        carry: threaded through the layers in order; updated in place by XLA when the caller
+            donates it.
+
+    Returns:
+        The hidden states after the final norm, the last carry, and every leaf of ``aux`` stacked
+        along a leading layer axis.
+
+    Raises:
+        ValueError: tokens and positions differ in shape or are not of rank 2.
+    """
+    if tokens.ndim != 2 or tokens.shape != positions.shape:
+        raise ValueError(
+            "tokens and positions must have one shape [B, T], got "
+            f"{tokens.shape} and {positions.shape}"
+        )
+    model, graphdef = _around_layers(config, params), _graphdefs(config)[1]
+    layers = cast(nnx.State, params["layers"])
+    cos, sin = rope_angles(config, positions)
+    x = model.embed_tokens(config, tokens)
+
+    def run(state: nnx.State, index: Array, x: Array, carry: Carry) -> tuple[Array, Carry, Any]:
+        layer: Layer = nnx.merge(graphdef, state)
+        q, k, v = layer.project(config, x, cos, sin)
+        carry, attended, aux = attend(carry, index, q, k, v)
+        return layer.finish(config, x, attended), carry, aux
+
+    if is_stacked(params):
+
+        def body(state: tuple[Array, Carry], inputs: tuple[Array, nnx.State]) -> Any:
+            x, carry, aux = run(inputs[1], inputs[0], *state)
+            return (x, carry), aux
+
+        numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
+        (x, carry), aux = jax.lax.scan(body, (x, carry), (numbers, layers))
+    else:
+        # Jitted, so that one trace serves every layer.
+        run_split = jax.jit(run)
+        collected = []
+        for i in range(config.num_layers):
+            x, carry, aux = run_split(cast(nnx.State, layers[i]), jnp.int32(i), x, carry)
+            collected.append(aux)
+        aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
+    return model.last_hidden(config, x), carry, aux
+
+
+def logits(
+    config: ModelConfig, params: nnx.State, hidden: Float[Array, "... D"]
+) -> Float[Array, "... V"]:
+    """Vocabulary logits in f32 of hidden states as ``forward`` returns them."""
+    return _around_layers(config, params).logits(config, hidden)

@@ -1,0 +1,214 @@
+"""Llama: the decoder of Touvron et al. (2023), and what differs from it by configuration alone.
+
+Grouped queries, Llama 3.1's stretched RoPE, tied embeddings, and the biases on q, k and v that
+Qwen2 adds. Mistral without sliding windows is the same.
+
+Parameters (D hidden, F intermediate, V vocabulary, L layers, H KV heads, r query heads per KV
+head, d head dimension). Weights lie [in, out]; ``layers`` leaves have a leading axis L when
+stacked, or are one sub-state per layer (keys 0..L-1) when not.
+
+=================  ================  ===================================  =====================
+path               shape             logical axes                         initialiser
+=================  ================  ===================================  =====================
+embed              [V, D]            vocab, embed                         std 0.02
+layers/attn_norm   [D]               embed                                ones
+layers/qkv         [D, H, r+2, d]    embed, kv_heads, group, head_dim     std 1/sqrt(D)
+layers/qkv_bias    [H, r+2, d]       kv_heads, group, head_dim            std 0.02; only with
+                                                                          attention_bias
+layers/out         [H, r, d, D]      kv_heads, group, head_dim, embed     std 1/sqrt(H r d)
+layers/mlp_norm    [D]               embed                                ones
+layers/gate_up     [D, 2, F]         embed, gate_up, mlp                  std 1/sqrt(D)
+layers/down        [F, D]            mlp, embed                           std 1/sqrt(F)
+final_norm         [D]               embed                                ones
+lm_head            [D, V]            embed, vocab                         std 1/sqrt(D); only
+                                                                          if untied
+=================  ================  ===================================  =====================
+
+In ``qkv`` the group axis of KV head h holds its r query heads (global heads h r .. h r + r - 1),
+then its key, then its value; so a mesh splits it along ``kv_heads``. In
+``gate_up`` index 0 of the middle axis is the gate, index 1 the up projection.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.family import CheckpointTensor, Layer, Model, ParamSpec
+from kvjax.models.rope import rotate
+
+_ALL = slice(None)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x over the root of the mean square of its last axis, times weight; in f32, as x's dtype."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def matmul(x: Array, weight: Array, inputs: int = 1) -> Array:
+    """x [..., in] times weight whose first ``inputs`` axes are in, the others out."""
+    size = math.prod(weight.shape[:inputs])
+    out = x.reshape(-1, size) @ weight.reshape(size, -1)
+    return out.reshape(*x.shape[:-1], *weight.shape[inputs:])
+
+
+def norm_spec(size: int, axis: str, index: int, hf: str, gguf: str) -> ParamSpec:
+    """The weight of a norm: one number per element of an axis."""
+    return ParamSpec((size,), (axis,), None, index, (CheckpointTensor(hf, gguf),))
+
+
+def _qkv_tensors(config: ModelConfig, kind: str, at: tuple[slice, ...]) -> tuple:
+    """The tensors of q, k and v ("weight" or "bias"), one after the other on the group axis."""
+    r = config.group_size
+    parts = {"q": slice(0, r), "k": slice(r, r + 1), "v": slice(r + 1, r + 2)}
+    return tuple(
+        CheckpointTensor(
+            f"self_attn.{letter}_proj.{kind}",
+            f"attn_{letter}.{kind}",
+            (*at, part),
+            rotated=letter != "v",
+        )
+        for letter, part in parts.items()
+    )
+
+
+class LlamaLayer(Layer):
+    """One decoder layer."""
+
+    attn_norm: nnx.Param
+    qkv: nnx.Param
+    qkv_bias: nnx.Param
+    out: nnx.Param
+    mlp_norm: nnx.Param
+    gate_up: nnx.Param
+    down: nnx.Param
+
+    @classmethod
+    def table(cls, config: ModelConfig) -> dict[str, ParamSpec]:
+        dim, ffn, d = config.hidden_size, config.intermediate_size, config.head_dim
+        heads, group = config.num_kv_heads, config.group_size
+        names = CheckpointTensor
+        table = {
+            "attn_norm": norm_spec(dim, "embed", 0, "input_layernorm.weight", "attn_norm.weight"),
+            "qkv": ParamSpec(
+                (dim, heads, group + 2, d),
+                ("embed", "kv_heads", "group", "head_dim"),
+                dim**-0.5,
+                1,
+                _qkv_tensors(config, "weight", (_ALL, _ALL)),
+                inputs=1,
+            ),
+            "out": ParamSpec(
+                (heads, group, d, dim),
+                ("kv_heads", "group", "head_dim", "embed"),
+                (config.num_heads * d) ** -0.5,
+                2,
+                (names("self_attn.o_proj.weight", "attn_output.weight"),),
+                inputs=3,
+            ),
+            "mlp_norm": norm_spec(
+                dim, "embed", 3, "post_attention_layernorm.weight", "ffn_norm.weight"
+            ),
+            "gate_up": ParamSpec(
+                (dim, 2, ffn),
+                ("embed", "gate_up", "mlp"),
+                dim**-0.5,
+                4,
+                (
+                    names("mlp.gate_proj.weight", "ffn_gate.weight", (_ALL, slice(0, 1))),
+                    names("mlp.up_proj.weight", "ffn_up.weight", (_ALL, slice(1, 2))),
+                ),
+                inputs=1,
+            ),
+            "down": ParamSpec(
+                (ffn, dim),
+                ("mlp", "embed"),
+                ffn**-0.5,
+                5,
+                (names("mlp.down_proj.weight", "ffn_down.weight"),),
+                inputs=1,
+            ),
+        }
+        if config.attention_bias:
+            table["qkv_bias"] = ParamSpec(
+                (heads, group + 2, d),
+                ("kv_heads", "group", "head_dim"),
+                0.02,
+                6,
+                _qkv_tensors(config, "bias", (_ALL,)),
+            )
+        return table
+
+    def unrotated(self, config: ModelConfig, x: Array) -> tuple[Array, Array, Array]:
+        """Residual stream [B, T, D] -> q [B, T, H r, d], k and v [B, T, H, d] before RoPE."""
+        qkv = matmul(rms_norm(x, self.attn_norm[...], config.rms_norm_eps), self.qkv[...])
+        if config.attention_bias:
+            qkv = qkv + self.qkv_bias[...]
+        r = config.group_size
+        q = qkv[..., :r, :].reshape(*x.shape[:-1], config.num_heads, config.head_dim)
+        return q, qkv[..., r, :], qkv[..., r + 1, :]
+
+    def project(
+        self, config: ModelConfig, x: Array, cos: Array, sin: Array
+    ) -> tuple[Array, Array, Array]:
+        q, k, v = self.unrotated(config, x)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def finish(self, config: ModelConfig, x: Array, attended: Array) -> Array:
+        attended = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        x = x + matmul(attended, self.out[...], inputs=3)
+        normed = rms_norm(x, self.mlp_norm[...], config.rms_norm_eps)
+        gate_up = matmul(normed, self.gate_up[...])
+        hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return x + matmul(hidden, self.down[...])
+
+
+class Llama(Model):
+    """The whole model."""
+
+    layer_class = LlamaLayer
+    embed: nnx.Param
+    final_norm: nnx.Param
+    lm_head: nnx.Param
+
+    @classmethod
+    def table(cls, config: ModelConfig) -> dict[str, ParamSpec]:
+        vocab, dim = config.vocab_size, config.hidden_size
+        names = CheckpointTensor
+        table = {
+            "embed": ParamSpec(
+                (vocab, dim),
+                ("vocab", "embed"),
+                0.02,
+                7,
+                (names("model.embed_tokens.weight", "token_embd.weight"),),
+            ),
+            "final_norm": norm_spec(dim, "embed", 8, "model.norm.weight", "output_norm.weight"),
+        }
+        if not config.tie_word_embeddings:
+            table["lm_head"] = ParamSpec(
+                (dim, vocab),
+                ("embed", "vocab"),
+                dim**-0.5,
+                9,
+                (names("lm_head.weight", "output.weight"),),
+                inputs=1,
+            )
+        return table
+
+    def embed_tokens(self, config: ModelConfig, tokens: Array) -> Array:
+        return jnp.take(self.embed[...], tokens, axis=0)
+
+    def last_hidden(self, config: ModelConfig, x: Array) -> Array:
+        return rms_norm(x, self.final_norm[...], config.rms_norm_eps)
+
+    def logits(self, config: ModelConfig, hidden: Array) -> Array:
+        tied = config.tie_word_embeddings
+        head, axis = (self.embed, 1) if tied else (self.lm_head, 0)
+        dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
+        return jax.lax.dot_general(hidden, head[...], dims, preferred_element_type=jnp.float32)
