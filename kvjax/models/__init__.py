@@ -1,4 +1,8 @@
-"""Models: configurations by name, weights from wherever they are, tokenizers."""
+"""Models: configurations by name, families in Flax NNX, weights from wherever they are, tokenizers.
+
+`load_model` gives all that an engine needs; `forward` and `logits` run a model of any family. What
+is not here: a cache and kernels, for attention is the caller's (`family.Attend`).
+"""
 
 import dataclasses
 import os

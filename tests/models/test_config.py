@@ -7,6 +7,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.models.architectures import config_from_hf, config_to_hf
 from kvjax.models.config import MODELS, ModelConfig, RopeScaling, get_model_entry
+from tests.conftest import REPOSITORY
 
 LLAMA31 = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,6 +158,16 @@ def test_table_has_the_published_configurations():
         if scaling is not None:
             assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)
             assert scaling.original_max_position_embeddings == 8192
+
+
+def test_architectures_are_named_in_one_table():
+    package = REPOSITORY / "kvjax"
+    named = [path for path in package.rglob("*.py") if "ForCausalLM" in path.read_text()]
+    # What measures transformers beside kvjax runs in another process, without kvjax.
+    assert {path.relative_to(package).as_posix() for path in named} <= {
+        "models/architectures.py",
+        "cli/throughput/peer.py",
+    }
 
 
 def test_table_is_keyed_by_name():

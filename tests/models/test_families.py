@@ -8,7 +8,7 @@ from kvjax.models import LoadedModel
 from kvjax.models.architectures import config_from_hf
 from kvjax.models.tokenizer import ByteTokenizer
 from tests.golden import tiny_models
-from tests.models.llama_helpers import empty_cache, params_from, run, unstacked
+from tests.models.decoder_helpers import empty_cache, params_from, run, unstacked
 
 
 def dense_greedy(config, params, prompt, count):

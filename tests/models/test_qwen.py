@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.models import load_model
 from tests.conftest import REPOSITORY
-from tests.models.llama_helpers import empty_cache, run
+from tests.models.decoder_helpers import empty_cache, run
 
 pytestmark = pytest.mark.slow
 

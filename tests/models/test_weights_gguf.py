@@ -28,7 +28,7 @@ from tests.models.checkpoints import (
     random_tensors,
     write_gguf,
 )
-from tests.oracle import llama as oracle
+from tests.oracle import transformer as oracle
 
 QUANTISED = [name for name in SUPPORTED_TYPES if name not in ("F32", "F16", "BF16")]
 

@@ -1,4 +1,8 @@
-"""Weights of a model from a checkpoint of any supported format."""
+"""Weights of a model from a checkpoint of any supported format, and to an Orbax one.
+
+One file per format; `fill.py` puts what they read in its place. What is not here: which tensor
+belongs where (`kvjax.models.layout`), and where checkpoints come from (`kvjax.models.hub`).
+"""
 
 import dataclasses
 import os

@@ -14,8 +14,8 @@ import pytest
 from kvjax.models import decoder
 from kvjax.models.architectures import config_from_hf
 from tests.golden import tiny_models
-from tests.models.llama_helpers import dense_attention, params_from
-from tests.oracle import llama as oracle
+from tests.models.decoder_helpers import dense_attention, params_from
+from tests.oracle import transformer as oracle
 
 START = 3000
 """Far from 0: angles in bfloat16 would be off by radians."""

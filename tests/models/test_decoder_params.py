@@ -14,7 +14,7 @@ from kvjax.models.config import MODELS, ModelConfig
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.layout import tensor_slots, undo_gguf_permutation
 from tests.models.checkpoints import num_params
-from tests.models.llama_helpers import empty_cache, params_from, run, unstacked
+from tests.models.decoder_helpers import empty_cache, params_from, run, unstacked
 from tests.models.test_config import PUBLISHED_MILLIONS
 
 TINY = ModelConfig(

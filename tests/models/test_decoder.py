@@ -12,7 +12,7 @@ from kvjax.models.config import get_model_entry
 from kvjax.models.weights import load_params
 from tests.conftest import REPOSITORY
 from tests.golden import tiny_models
-from tests.models.llama_helpers import empty_cache, params_from, run, unstacked
+from tests.models.decoder_helpers import empty_cache, params_from, run, unstacked
 
 GOLDEN = REPOSITORY / "tests" / "golden"
 # The parity promised; what is measured is below 1e-4.
