@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import sys
 
 import pytest
 
@@ -107,6 +108,34 @@ def test_a_scaled_trace_has_the_rate_asked_for():
     assert work.at_rate(arrivals, None, 0) == arrivals
 
 
+PEER = """
+import json, sys
+load = json.loads(sys.argv[1])
+print("a warning of some library")
+print(json.dumps({"peer": True, "total_tokens_per_second": 5.0, "load": load}))
+"""
+
+
+def test_a_peer_is_asked_for_the_same_load(throughput, tmp_path):
+    (tmp_path / "peer.py").write_text(PEER)
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/peer.py" "$2"\n')
+    program.chmod(0o755)
+    given = ("--rate", "v", "--input-len", 60, "--pool-tokens", 240, "--peer-python", program)
+    code, (ours, theirs), err = throughput(*SMALL, *given)
+    assert code == 0, err
+    load = theirs["load"]
+    assert (load["num_prompts"], load["input_len"], load["output_len"]) == (6, 60, 8)
+    assert (load["vocab_size"], load["hidden_size"], load["intermediate_size"]) == (256, 32, 48)
+    assert (load["num_hidden_layers"], load["num_attention_heads"]) == (2, 4)
+    assert (load["num_key_value_heads"], load["head_dim"]) == (2, 8)
+    # As many as the pool holds whole.
+    assert load["batch"] == 240 // 68
+    same = ("model", "input_len", "output_len", "num_prompts", "pool_tokens", "dtype", "device")
+    assert [theirs[name] for name in same] == [ours[name] for name in same]
+    assert "peer" in err
+
+
 BAD = [
     (("--rate", "fast"), "--rate 'fast'"),
     (("--rate", "0.5"), "rate 0.5"),
@@ -136,6 +165,8 @@ BAD = [
     (("--out", "."), "--out '.'"),
     (("--trace", "x" * 5000), "File name too long"),
     (("--prompt-file", "/dev/null"), "too short"),
+    (("--peer-python", "/no/python"), "--peer-python '/no/python': there is no such program"),
+    (("--peer-python", sys.executable, "--trace", "a.csv"), "leave --trace out"),
 ]
 
 

@@ -16,6 +16,7 @@ in the same run, would need. Each result is one line of JSON; the last line is t
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,11 @@ def check(options: argparse.Namespace) -> None:
         compression_of(rate, options.method)
     if options.out is not None:
         check_output_file("--out", options.out)
+    if options.peer_python is not None:
+        if options.trace is not None:
+            raise UserError("--peer-python serves prompts of one length: leave --trace out")
+        if shutil.which(options.peer_python) is None:
+            raise UserError(f"--peer-python {shown(options.peer_python)}: there is no such program")
     if options.plot_dir is not None:
         check_plots("--plot-dir")
         if not Path(options.plot_dir).is_dir():

@@ -13,29 +13,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+SHAPES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+"""Of a model: what its speed depends on."""
+
 
 def ask_peer(options: Any, model: Any, row: dict[str, Any]) -> dict[str, Any]:
     """The peer's row for the load of `row`, which has one prompt length."""
     from kvjax.errors import UserError
+    from kvjax.models.architectures import config_to_hf
 
-    config = model.config
-    if row["input_len"] is None:
-        raise UserError("--peer-python serves prompts of one length: leave --trace out")
+    shapes = config_to_hf(model.config)
     tokens = row["input_len"] + row["output_len"]
-    load = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": max(tokens, config.max_position_embeddings),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "dtype": row["dtype"],
-        "num_prompts": row["num_prompts"],
-        "input_len": row["input_len"],
-        "output_len": row["output_len"],
+    load = {name: shapes[name] for name in SHAPES}
+    load |= {
+        "max_position_embeddings": max(tokens, shapes["max_position_embeddings"]),
+        **{name: row[name] for name in ("dtype", "num_prompts", "input_len", "output_len")},
         "batch": max(1, min(row["num_prompts"], row["pool_tokens"] // tokens)),
     }
     command = [options.peer_python, str(Path(__file__)), json.dumps(load)]
