@@ -18,6 +18,8 @@ Other models, prompts and methods:
     kvjax decode --model llama3.2-1b --dummy-weights --max-new-tokens 8
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import json
@@ -25,18 +27,27 @@ import resource
 import sys
 import time
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.command import check_output_file
 from kvjax.cli.models import add_model_options, check_model_options, load_chosen_model
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvjax.cache import CompressionConfig
+    from kvjax.engine import LLM, EngineConfig, RequestOutput, SamplingParams
+    from kvjax.models import LoadedModel
+
 TOPIC = "debugger"
 PROMPT_GRAIN = 256
 """Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
 MOST_PROMPT_BYTES = 1 << 26
 """Far more than any model reads, and far less than /dev/zero has."""
+USUAL_RATE = 8.0
+"""Where neither a rate nor a size is asked for."""
 RATE_TOLERANCE = 0.1
 """Share by which the rate that is reached may differ from the one that was asked for, unsaid."""
 QUESTION = "What is the command to continue execution until the next breakpoint?"
@@ -283,20 +294,18 @@ def print_table(result: dict[str, Any]) -> None:
     console.print(facts)
 
 
-def run(options: argparse.Namespace) -> int:
-    progress = Progress()
-    start = time.perf_counter()
-    import numpy as np
+def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, SamplingParams]:
+    """What the options ask of the cache and of the sampler.
 
+    Raises:
+        UserError: a value is out of range.
+    """
     from kvjax.cache import CompressionConfig
-    from kvjax.engine import LLM, EngineConfig, RateWarning, SamplingParams, pool_tokens_for
-    from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.eval.plots import check_plots, plot_kept
+    from kvjax.engine import SamplingParams
 
-    # What can be refused without a model is refused before one is loaded.
     rate = options.rate
     if rate is None and options.max_cache_tokens is None and options.method != "full":
-        rate = 8.0
+        rate = USUAL_RATE
     compression = CompressionConfig(
         method=options.method,
         rate=rate,
@@ -318,37 +327,22 @@ def run(options: argparse.Namespace) -> int:
         stop=tuple(options.stop),
         ignore_eos=options.ignore_eos,
     )
-    check_model_options(options)
-    # Sizes that follow from the prompt come later.
-    EngineConfig(
-        max_batch=1,
-        block_size=options.block_size,
-        prefill_chunk=options.prefill_chunk,
-        prefill_scratch=options.prefill_chunk,
-        pool_tokens=options.pool_tokens,
-    )
-    read = read_prompt(options)
-    options.prompt, options.prompt_file, options.question = read[0], None, read[1]
-    if options.plot is not None:
-        check_plots("--plot")
-        check_output_file("--plot", options.plot)
-    enable_compilation_cache()
+    return compression, sampling
 
-    model, _ = load_chosen_model(options, progress)
-    seconds = {"load": time.perf_counter() - start}
-    prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
-    limit = options.context_length or model.config.max_position_embeddings
-    if len(prompt) + sampling.max_tokens > limit:
-        raise UserError(
-            f"the prompt has {len(prompt)} tokens and {sampling.max_tokens} may follow, but the "
-            f"context of {model.config.name} is {limit}: shorten the prompt to "
-            f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
-        )
-    tell_reached_rate(compression, len(prompt), options.block_size)
-    max_len = len(prompt) + sampling.max_tokens
-    # One piece of at most --prefill-chunk tokens at a time; alone, nobody waits for it.
-    chunk = min(options.prefill_chunk, -(-max_len // PROMPT_GRAIN) * PROMPT_GRAIN)
-    config = EngineConfig(
+
+def sizes_of(options: argparse.Namespace, max_len: int | None = None) -> EngineConfig:
+    """An engine for one sequence of at most `max_len` tokens.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    from kvjax.engine import EngineConfig
+
+    chunk = options.prefill_chunk
+    if max_len is not None:
+        # One piece of at most --prefill-chunk tokens at a time; alone, nobody waits for it.
+        chunk = min(chunk, -(-max_len // PROMPT_GRAIN) * PROMPT_GRAIN)
+    return EngineConfig(
         max_batch=1,
         max_len=max_len,
         block_size=options.block_size,
@@ -356,18 +350,48 @@ def run(options: argparse.Namespace) -> int:
         prefill_scratch=chunk,
         pool_tokens=options.pool_tokens,
     )
+
+
+def make_engine(
+    options: argparse.Namespace, model: LoadedModel, prompt_tokens: int
+) -> tuple[LLM, SamplingParams]:
+    """An engine whose pool holds the prompt and its answer, and how the answer is sampled.
+
+    Raises:
+        UserError: they are longer than the model's context, or the pool is too small.
+    """
+    from kvjax.engine import LLM, pool_tokens_for
+
+    compression, sampling = settings_of(options)
+    limit = options.context_length or model.config.max_position_embeddings
+    if prompt_tokens + sampling.max_tokens > limit:
+        raise UserError(
+            f"the prompt has {prompt_tokens} tokens and {sampling.max_tokens} may follow, but the "
+            f"context of {model.config.name} is {limit}: shorten the prompt to "
+            f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
+        )
+    tell_reached_rate(compression, prompt_tokens, options.block_size)
+    config = sizes_of(options, prompt_tokens + sampling.max_tokens)
     if config.pool_tokens is None:
         tokens = pool_tokens_for(
-            model.config, config, compression, len(prompt), sampling.max_tokens
+            model.config, config, compression, prompt_tokens, sampling.max_tokens
         )
         config = dataclasses.replace(config, pool_tokens=tokens)
-    llm = LLM(model, compression, config)
+    return LLM(model, compression, config), sampling
+
+
+def answer(
+    llm: LLM, prompt: np.ndarray, sampling: SamplingParams, show: Shown, progress: Progress
+) -> tuple[RequestOutput, int]:
+    """Generate, showing the text as it comes; the last output, and the exit code so far."""
+    from kvjax.engine import RateWarning
+
     with warnings.catch_warnings():
         # `tell_reached_rate` has said it.
         warnings.simplefilter("ignore", RateWarning)
         name = llm.add_request(prompt, sampling)
     progress("compile and prefill")
-    output, status, show = None, 0, Shown(sys.stderr if options.json else sys.stdout)
+    output, status = None, 0
     try:
         while llm.has_unfinished():
             for output in llm.step():
@@ -382,6 +406,33 @@ def run(options: argparse.Namespace) -> int:
         status = 130
     show("\n")
     assert output is not None
+    return output, status
+
+
+def run(options: argparse.Namespace) -> int:
+    start, progress = time.perf_counter(), Progress()
+    import numpy as np
+
+    from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.eval.plots import check_plots, plot_kept
+
+    # What can be refused without a model is refused before one is loaded.
+    settings_of(options)
+    check_model_options(options)
+    sizes_of(options)
+    options.prompt, options.question = read_prompt(options)
+    options.prompt_file = None
+    if options.plot is not None:
+        check_plots("--plot")
+        check_output_file("--plot", options.plot)
+    enable_compilation_cache()
+
+    model, _ = load_chosen_model(options, progress)
+    seconds = {"load": time.perf_counter() - start}
+    prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
+    llm, sampling = make_engine(options, model, len(prompt))
+    show = Shown(sys.stderr if options.json else sys.stdout)
+    output, status = answer(llm, prompt, sampling, show, progress)
     found = llm.metrics.as_dict()
     for phase in ("compile", "prefill", "compress", "decode"):
         seconds[phase] = found[f'kvjax_seconds_total{{phase="{phase}"}}']

@@ -240,7 +240,7 @@ def main(arguments):
     gc.callbacks.append(callback)
     gc.collect()
     assert told
-    time.sleep(60)
+    time.sleep(20)
     return 0
 
 told = []
