@@ -19,9 +19,10 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
+from kvjax.engine.recovery import Recovery
 from kvjax.engine.request import Request, RequestOutput, RequestStats
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
-from kvjax.engine.worker import Worker
+from kvjax.engine.worker import Worker, decode_rule
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
 
@@ -85,6 +86,7 @@ class LLM:
             eos_ids=sorted(self.model.tokenizer.eos_ids),
         )
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
+        self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
         self._order = itertools.count()
         self._warned: set[float] = set()
@@ -92,7 +94,7 @@ class LLM:
     @property
     def dead(self) -> str | None:
         """Why this engine has stopped for good, or None. See `reset`."""
-        return self.engine.dead
+        return self.recovery.dead
 
     def reset(self) -> None:
         """Make a new cache and go on, after the engine died or at any other time.
@@ -103,7 +105,7 @@ class LLM:
             UserError: another thread is using the engine, or this is a callback.
         """
         with self.engine.owner("reset"), held():
-            self.engine.reset()
+            self.recovery.reset()
 
     def warm_up(self, prompt_lens: Sequence[int], logprobs: bool = False) -> None:
         """Compile what prompts of these lengths need, with the engine's own compression settings.
@@ -174,8 +176,8 @@ class LLM:
         waits: bool,
     ) -> str:
         try:
-            if self.engine.dead is not None:
-                raise UserError(f"the engine is {self.engine.dead}; call reset()")
+            if self.dead is not None:
+                raise UserError(f"the engine is {self.dead}; call reset()")
             if request_id is None:
                 request_id = self.engine.intake.new_id()
             check_text("request_id", request_id)
@@ -246,7 +248,7 @@ class LLM:
         method = compression.resolved if budget is not None else METHODS["full"]
         request = Request(
             name, order, tokens.astype(np.int32), sampling, compression, method, budget,
-            self.plan.heads, self.config.block_size,
+            self.plan.heads, self.config.block_size, decode_rule(method),
         )  # fmt: skip
         request.stats.rate = compression.reached_rate(len(tokens), self.config.block_size)
         self._check_window(request)
@@ -286,11 +288,11 @@ class LLM:
 
     def prefilled(self, request_id: str) -> int:
         """Tokens that have run of a prompt that is being prefilled; 0 for any other request."""
-        job = self.engine.job
-        return job.done if job is not None and job.request.id == request_id else 0
+        request, job = self.scheduler.prefilling, self.scheduler.job
+        return job.done if job and request and request.id == request_id else 0
 
     def step(self) -> list[RequestOutput]:
-        """One round: schedule, run, postprocess.
+        """One round: schedule, run, emit.
 
         Returns:
             Outputs of the round before, those that callbacks have had among them, and what was left
@@ -300,8 +302,8 @@ class LLM:
             UserError: another thread is using the engine, or this is a callback.
         """
         with self.engine.owner("step"):
-            self.engine.step()
-            return self.engine.intake.take_outputs() + self.engine.outbox.told
+            self.recovery.step()
+            return self.engine.intake.take_outputs() + self.engine.outbox.emitted
 
     # Batches
 
@@ -341,7 +343,7 @@ class LLM:
                     self._add_all(names, prompts, sampling, compression, note)
                 added = {name for name in names if isinstance(name, str)}
                 while not added <= ended.keys():
-                    self.engine.step()
+                    self.recovery.step()
                     if on_step is not None:
                         on_step(len(names) - len(added - ended.keys()))
             finally:
@@ -413,7 +415,7 @@ class OutputStream(Iterator[RequestOutput]):
     def __next__(self) -> RequestOutput:
         while not self._queue and self._running:
             with self._llm.engine.owner("stream"):
-                self._llm.engine.step()
+                self._llm.recovery.step()
         if not self._queue:
             raise StopIteration
         output = self._queue.popleft()

@@ -83,8 +83,8 @@ class EngineMetrics:
         self._rounds.inc()
         self.spent("host", max(0.0, clock() - start - self._in_phases))
 
-    def visited(self, tokens: np.ndarray, kvs: np.ndarray, heads: int) -> None:
-        """A visit that yielded `tokens` [n, G], −1 where a sequence did not run.
+    def decoded(self, tokens: np.ndarray, kvs: np.ndarray, heads: int) -> None:
+        """Decode steps that yielded `tokens` [n, G], −1 where a sequence did not run.
 
         Each sequence holds `kvs` [G] KVs over its `heads` heads at the end.
         """
@@ -126,12 +126,13 @@ class EngineMetrics:
 
     def observe(self, scheduler: Scheduler, worker: Worker) -> None:
         """Bring the gauges up to date."""
-        self.note_free(scheduler.free)
+        free, used = scheduler.accounts.num_free, scheduler.accounts.num_used
+        self.note_free(free)
         self._waiting.set(len(scheduler.waiting) + (scheduler.prefilling is not None))
         self._running.set(len(scheduler.running))
         self._largest.set(self._largest_batch)
-        self._used.set(self._num_blocks - scheduler.free)
-        self._free.set(scheduler.free)
+        self._used.set(used)
+        self._free.set(free)
         self._peak.set(self._peak_used)
         self._compiled.set(len(worker.compilations))
         self._compile_seconds.set(worker.compile_seconds)

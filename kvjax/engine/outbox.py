@@ -1,4 +1,4 @@
-"""Who is told what, and when: the outputs of a round, to callbacks or to wait for `step`."""
+"""What is emitted, and to whom: the outputs of a round, to callbacks or to wait for `step`."""
 
 import logging
 from collections.abc import Callable
@@ -12,33 +12,34 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Requests with something to tell."""
+    """Requests with something new."""
 
     def __init__(self, intake: Intake, metrics: EngineMetrics, clock: Callable[[], float]):
         self._intake, self._metrics, self._clock = intake, metrics, clock
         self._news: dict[str, None] = {}
-        """Ids of requests with tokens or an end that has not been told, in order."""
-        self.told: list[RequestOutput] = []
+        """Ids of requests with tokens or an end that has not been emitted, in order."""
+        self.emitted: list[RequestOutput] = []
         """Outputs of this round that a callback has had, or that nobody waits for."""
+        self.interruption: BaseException | None = None
+        """What interrupted a callback of this round, to be raised when the round has ended."""
 
     def note(self, request: Request) -> None:
         """A request has new tokens, or an end."""
         self._news[request.id] = None
 
-    def tell(self) -> tuple[list[Request], BaseException | None]:
+    def emit(self) -> list[Request]:
         """The outputs of all requests that have something new.
 
         Returns:
-            Requests that ended by it and still run on the device, and what interrupted a callback:
-            the round must come to its end before that is raised.
+            Requests that ended by it and still run on the device.
         """
-        stopped, interruption = [], None
+        stopped = []
         names, self._news = self._news, {}
         for name in names:
             request, text = self._intake.open[name]
             ended = request.finish_reason is not None
             try:
-                output = text.tell(request, self._clock())
+                output = text.emit(request, self._clock())
             except Exception as error:
                 log.error("the text of request %r ends", name, exc_info=error)
                 request.finish_reason, request.error = "error", in_one_line(error)
@@ -57,15 +58,15 @@ class Outbox:
                     request.error = f"on_output raised {type(error).__name__}: {error}"
                     self.note(request)
             except BaseException as error:
-                interruption = interruption or error
+                self.interruption = self.interruption or error
             if not ended and request.finish_reason is not None:
                 stopped.append(request)
-        return stopped, interruption
+        return stopped
 
     def _deliver(self, request: Request, output: RequestOutput) -> None:
         if request.waits:
             self._intake.keep(output)
             return
-        self.told.append(output)
+        self.emitted.append(output)
         if request.on_output is not None:
             request.on_output(output)

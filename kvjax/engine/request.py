@@ -1,7 +1,7 @@
 """One request on its way through the engine, and what its caller sees of it."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Literal
 
 import numpy as np
@@ -98,6 +98,8 @@ class Request:
     heads: int
     """Layers × KV heads."""
     block_size: int
+    rule: Hashable | None = None
+    """What decode steps do to its metrics; None for nothing. Those of one rule share a step."""
     on_output: Callable[[RequestOutput], None] | None = None
     waits: bool = True
     """Whether its outputs wait for a caller of `step`: nobody is called with them."""
@@ -112,12 +114,6 @@ class Request:
     error: str | None = None
     stats: RequestStats = dataclasses.field(default_factory=RequestStats)
     slot: int | None = None
-    owned: int = 0
-    """Blocks that its slot holds, as last reported."""
-    longest: int = 0
-    """KVs of its longest head, as last reported."""
-    growth: int = 0
-    """Blocks it needs for the next visit, as last reported."""
     since_compression: int = 0
     """Tokens generated since it was last compressed."""
     measured: int = 0
@@ -126,9 +122,9 @@ class Request:
     """Blocks over the budget that an attempt to admit it could not evict."""
 
     def give_back(self) -> int | None:
-        """It holds no slot and no blocks any more. Returns the slot it had."""
+        """It holds no slot any more. Returns the one it had."""
         slot, self.slot = self.slot, None
-        self.owned = self.longest = self.growth = self.since_compression = 0
+        self.since_compression = 0
         return slot
 
     def note_tokens(self, tokens: np.ndarray, scores: TokenScores | None, column: int) -> bool:
@@ -182,9 +178,9 @@ class Request:
 
     @property
     def unmeasured(self) -> int:
-        """Newest tokens that stay when it is compressed while it decodes, for a method that does
-        not observe decode steps: what was generated has no metric. At most half of the cap."""
-        if self.budget is None:
+        """Newest tokens that stay when it is compressed while it decodes: where the method does
+        not observe decode steps, what was generated has no metric. At most half of the cap."""
+        if self.budget is None or self.rule is not None:
             return 0
         cap = self.budget // self.heads * self.block_size
         return min(max(0, self.length - self.measured), cap // 2)

@@ -1,55 +1,256 @@
-"""Who runs: queues, slots and free blocks, in plain Python on the host.
+"""What a round does, decided on the host from queues and accounts alone: no device is known here.
 
 First come, first served: nobody overtakes the first request in the queue, however small, so that
 none starves. A prompt is let in when its compressed size and the growth of those that run fit
-into the free blocks. Under pressure the newest request gives way, and keeps its place in the
+into the free blocks. Under pressure the newest request is preempted, and keeps its place in the
 queue and everything it has generated.
+
+`round`, `settle` and the like yield decisions in order. Each has to be carried out, and what came
+of it noted here, before the next is asked for, since that may depend on it.
 """
 
 import bisect
+import dataclasses
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
 
-from kvjax.engine.request import Request
+import numpy as np
+
+from kvjax.engine.accounts import Accounts
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.request import FinishReason, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Remove:
+    """Empty the slots of requests that have ended."""
+
+    slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """Begin with a request's prompt; its `job` is to be noted."""
+
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Run the next tokens of the prompt that is being prefilled."""
+
+    request: Request
+    size: int
+    compress: bool
+    """Whether its slot is compressed afterwards, if the chunk fitted into the pool."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Insert:
+    """Put the prompt that is through into its slot, and let it decode."""
+
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Compress:
+    """Compress running requests to their budgets."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Decode up to so many tokens of each of some requests."""
+
+    requests: tuple[Request, ...]
+    steps: int
+    rule: Hashable
+    """What the steps do to metrics; it is one for all of the requests, or nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preempt:
+    """Free what a request holds; it comes again from the queue with all its tokens."""
+
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """End a request."""
+
+    request: Request
+    reason: FinishReason
+
+
+Decision = Remove | Begin | Chunk | Insert | Compress | Decode | Preempt | End
+
+
+class Job(Protocol):
+    """A prompt on its way through the model, as far as the scheduler looks at it."""
+
+    @property
+    def in_pool(self) -> bool:
+        """Whether its chunks go to its slot at once."""
+        ...
+
+    @property
+    def done(self) -> int:
+        """Tokens that have run."""
+        ...
+
+    @property
+    def next_chunk(self) -> int:
+        """Tokens of the next chunk; 0 once all have run."""
+        ...
 
 
 class Scheduler:
-    """Queues of requests, free slots, and the number of free blocks as last reported."""
+    """Queues of requests, free slots, and the accounts of blocks."""
 
-    def __init__(self, num_slots: int, num_blocks: int, scratch: int, chunk: int):
-        self.num_blocks = num_blocks
-        self.free = num_blocks
+    def __init__(self, config: EngineConfig, num_blocks: Sequence[int]):
+        self._config = config
+        self._num_blocks = tuple(num_blocks)
         self.waiting: list[Request] = []
         """In the order they came."""
         self.prefilling: Request | None = None
         self.running: list[Request] = []
         """In the order they were admitted."""
-        self._scratch, self._chunk = scratch, chunk
-        self._num_slots = num_slots
-        self._slots = list(range(num_slots))
+        self.restart([])
+
+    def restart(self, waiting: Iterable[Request]) -> None:
+        """Nothing holds slots or blocks any more, and these wait, in the order they came."""
+        waiting = sorted(waiting, key=lambda r: r.order)
+        for request in (*self, *waiting):
+            request.give_back()
+        self.waiting, self.prefilling, self.running = waiting, None, []
+        self.job: Job | None = None
+        """How far the prefilling request is; None before it has begun."""
+        self.accounts = Accounts(self._config.max_batch, self._num_blocks)
+        self._slots = list(range(self._config.max_batch))
+        self._ended: list[Request] = []
+        """Ended, and not yet removed."""
+        self._chunk_fitted = True
+        self._compressed_in_vain = False
+        self._short: tuple[Hashable, ...] = ()
+        """The rule of the decode steps that found no blocks last."""
 
     def __iter__(self) -> Iterator[Request]:
-        """Every request that has not ended, in no particular order."""
+        """Every request that has not left, in no particular order."""
         yield from self.waiting
         if self.prefilling is not None:
             yield self.prefilling
         yield from self.running
 
-    def chunk_in_pool(self, request: Request) -> int:
-        """Tokens of a chunk that its prefill puts into the pool before it is compressed."""
-        return self._chunk if request.length > self._scratch else 0
+    # What comes, and what is known of it
 
     def add(self, request: Request) -> None:
         """Queue a request, new or preempted, at the place of its arrival."""
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
+    def end(self, request: Request) -> None:
+        """A request has ended: the next decisions remove it."""
+        self._ended.append(request)
+
+    def note_chunk(self, held: np.ndarray, free: int, fitted: bool) -> None:
+        """What became of a chunk in the pool.
+
+        Args:
+            held: KVs of each head of its slot, [L, H].
+            free: blocks that nobody owns.
+            fitted: whether it is there; if not, it runs again.
+        """
+        owned = self.accounts.by_shard(-(-held // self._config.block_size))
+        self.accounts.report([_slot_of(self.prefilling)], owned, held.max(keepdims=True))
+        self.accounts.free[:] = free
+        self._chunk_fitted = fitted
+
+    def note_compressed(self, request: Request, blocks: int) -> None:
+        """A request was compressed and gave back so many blocks."""
+        self.accounts.give_back(_slot_of(request), blocks)
+        request.since_compression = 0
+
+    def leave(self, request: Request) -> int | None:
+        """Take a request out, wherever it is. Returns the slot that it had, if any.
+
+        Its blocks count as free from now on.
+        """
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request is self.prefilling:
+            self.prefilling = self.job = None
+        elif request in self.running:
+            self.running.remove(request)
+        slot = request.give_back()
+        if slot is not None:
+            self.accounts.empty(slot)
+            heapq.heappush(self._slots, slot)
+        return slot
+
+    # Decisions
+
+    def round(self) -> Iterator[Decision]:
+        """A round: those that have ended leave, a chunk's worth of prompts, decode steps for all.
+
+        `settle` gives what is left to decide once the device has reported.
+        """
+        yield from self.remove_finished()
+        yield from self._prefill()
+        yield from self._decode()
+
+    def settle(self, short: Sequence[Decode], progress: bool) -> Iterator[Decision]:
+        """After the device's report: those that have ended leave, and blocks that lack are freed.
+
+        Args:
+            short: the decode steps that ended early because blocks ran out.
+            progress: whether any request has new tokens.
+        """
+        self._short = tuple(decode.rule for decode in short[:1])
+        # Where a sequence has just ended, its blocks may be all that was missing.
+        ended = any(request.slot is not None for request in self._ended)
+        yield from self.remove_finished()
+        if short and not ended:
+            yield from self._make_room(progress)
+        if not short:
+            self._compressed_in_vain = False
+
+    def remove_finished(self) -> Iterator[Decision]:
+        """Those that have ended leave; their slots are emptied first."""
+        slots = [request.slot for request in self._ended if request.slot is not None]
+        if slots:
+            yield Remove(tuple(slots))
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self.leave(request)
+
+    def refuse(self, request: Request, freed: int) -> Iterator[Decision]:
+        """A prompt did not fit into the pool, although so many of its blocks were evicted.
+
+        More had to stay than the budget says: it comes again when there is room for that.
+        """
+        self.accounts.owned[_slot_of(request)] = 0
+        stays = request.blocks_whole(request.length) - freed
+        request.unevictable = max(0, stays - (request.budget or 0))
+        if len(self.running) == 1:
+            yield End(request, "pool")
+        else:
+            yield from self._preempt(request)
+
+    # Prompts
+
+    def chunk_in_pool(self, request: Request) -> int:
+        """Tokens of a chunk that its prefill puts into the pool before it is compressed."""
+        in_pool = request.length > self._config.prefill_scratch
+        return self._config.prefill_chunk if in_pool else 0
+
     def fits(self, request: Request) -> bool:
         """Whether a request can begin, or go on to its slot, beside those that run."""
-        growth = sum(r.growth for r in self.running)
-        need = request.blocks_to_admit(self.chunk_in_pool(request))
         # With nobody else there is nothing to wait for. Else a little stays free, lest the newest
         # be let in and preempted in turns.
-        return self.free >= need + growth + self.num_blocks // 100 or not self.running
+        need = request.blocks_to_admit(self.chunk_in_pool(request))
+        return self.accounts.have(need) or not self.running
 
     def begin_next(self) -> Request | None:
         """Take the first request from the queue, with a slot of its own, if there is room."""
@@ -61,40 +262,131 @@ class Scheduler:
         request.slot = heapq.heappop(self._slots)
         return request
 
-    def started(self, request: Request) -> None:
-        """The prompt of the prefilling request is in its slot."""
-        self.prefilling = None
+    def inserted(self, request: Request, in_pool: bool = False) -> None:
+        """The prompt of the prefilling request is in its slot, or was there all along."""
+        self.prefilling = self.job = None
         self.running.append(request)
+        if not in_pool:
+            blocks = request.blocks_to_admit()
+            self.accounts.take(_slot_of(request), blocks, request.length)
 
-    def leave(self, request: Request) -> int | None:
-        """Take a request out, wherever it is. Returns the slot that has to be emptied, if any.
+    def _prefill(self) -> Iterator[Decision]:
+        """A chunk's worth of prompts, and into their slots with those that are through.
 
-        Its blocks count as free from now on.
+        One that fails is ended meanwhile; it leaves, and the next begins.
         """
-        if request in self.waiting:
-            self.waiting.remove(request)
-        elif request is self.prefilling:
-            self.prefilling = None
-        elif request in self.running:
-            self.running.remove(request)
-        self.free += request.owned
-        slot = request.give_back()
-        if slot is not None:
-            heapq.heappush(self._slots, slot)
-        return slot
+        most = room = self._config.prefill_chunk
+        while True:
+            request = self.prefilling or self.begin_next()
+            if request is None:
+                return
+            if self.job is None:
+                yield Begin(request)
+            used = 0
+            if (job := self.job) is not None and request.finish_reason is None:
+                used = job.next_chunk
+                if used > room and room < most:
+                    return
+                if used:
+                    self._chunk_fitted = True
+                    yield Chunk(request, used, job.in_pool and request.compressed_first)
+                    if not self._chunk_fitted:
+                        yield from self._make_room(progress=False)
+                        return
+                elif not self.fits(request):
+                    return
+                through = request.finish_reason is None and not job.next_chunk
+                if through and (job.in_pool or self.fits(request)):
+                    yield Insert(request)
+                    if request.finish_reason is None:
+                        self.inserted(request, job.in_pool)
+            if request.finish_reason is None:
+                room -= used
+            else:
+                yield from self.remove_finished()
 
-    def restart(self, waiting: Iterable[Request]) -> None:
-        """Nothing holds slots or blocks any more, and these wait, in the order they came."""
-        for request in self:
-            request.give_back()
-        self.free = self.num_blocks
-        self.waiting = sorted(waiting, key=lambda r: r.order)
-        for request in self.waiting:
-            request.give_back()
-        self.prefilling, self.running = None, []
-        self._slots = list(range(self._num_slots))
+    # Decode steps
+
+    def _decode(self) -> Iterator[Decision]:
+        """Compress who is due, and decode everything that runs."""
+        every = [r for r in self.running if r.compression.compress_every is not None]
+        due = [r for r in every if _until_compression(r) <= 0]
+        if sized := tuple(r for r in due if r.budget is not None):
+            yield Compress(sized)
+        for request in due:
+            request.since_compression = 0
+        if not self.running:
+            return
+        # A prompt in the queue would only wait longer for its first token.
+        waits = self.job is not None or (self.waiting and self.fits(self.waiting[0]))
+        steps = 1 if waits else self._config.steps_per_visit
+        steps = max(1, min([steps, *map(_until_compression, every)]))
+        groups = self._by_rule()
+        for rule in self._short:
+            # Whoever found no blocks goes on alone, lest others take what is freed for it.
+            groups = {rule: groups[rule]} if rule in groups else groups
+        for rule, requests in groups.items():
+            yield Decode(tuple(requests), steps, rule)
+
+    def _by_rule(self) -> dict[Hashable, list[Request]]:
+        """Running requests by what decode steps do to their metrics, the oldest one's rule first.
+
+        Where that is nothing they decode with the first of the others.
+        """
+        in_order = sorted(self.running, key=lambda r: r.order)
+        rules = [r.rule for r in in_order if r.rule is not None] or [None]
+        groups: dict[Hashable, list[Request]] = {rule: [] for rule in rules}
+        for request in self.running:
+            groups[rules[0] if request.rule is None else request.rule].append(request)
+        return groups
+
+    # Making room
 
     def holders(self) -> list[Request]:
         """Every request that holds blocks."""
         inside = self.running if self.prefilling is None else [self.prefilling, *self.running]
-        return [request for request in inside if request.owned]
+        return [r for r in inside if self.accounts.owned[_slot_of(r)].any()]
+
+    def _make_room(self, progress: bool) -> Iterator[Decision]:
+        """Blocks ran out: compress, and only where that does not help preempt the newest."""
+        owned = self.accounts.owned.sum(-1)
+        over = tuple(
+            request
+            for request in self.running
+            if request.budget is not None
+            and request.compression.before_preemption
+            and owned[_slot_of(request)] > request.budget
+        )
+        if over and (progress or not self._compressed_in_vain):
+            # What is freed now may still not be enough for a single step of all.
+            self._compressed_in_vain = True
+            free = self.accounts.num_free
+            yield Compress(over)
+            if self.accounts.num_free > free:
+                return
+        self._compressed_in_vain = False
+        holders = self.holders()
+        if not holders:
+            return
+        newest = max(holders, key=lambda r: r.order)
+        if len(holders) == 1:
+            yield End(newest, "pool")
+            yield from self.remove_finished()
+        else:
+            yield from self._preempt(newest)
+
+    def _preempt(self, request: Request) -> Iterator[Decision]:
+        yield Preempt(request)
+        self.leave(request)
+        self.add(request)
+
+
+def _slot_of(request: Request | None) -> int:
+    assert request is not None
+    assert request.slot is not None
+    return request.slot
+
+
+def _until_compression(request: Request) -> int:
+    """Tokens that a request may generate before it is compressed on its interval."""
+    return (request.compression.compress_every or 0) - request.since_compression

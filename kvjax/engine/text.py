@@ -1,4 +1,4 @@
-"""From the tokens of a request to what its caller is told."""
+"""From the tokens of a request to the text that its caller gets."""
 
 from collections.abc import Sequence
 
@@ -44,25 +44,25 @@ class StopStrings:
 
 
 class RequestText:
-    """The text of one request, and how much of it its caller has been told."""
+    """The text of one request, and how much of it was emitted."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
         self._tokenizer, self._stop = tokenizer, stop
         self._eos = frozenset() if tokenizer is None else tokenizer.eos_ids
-        self._told = 0
+        self._emitted = 0
         self.restart()
 
     def restart(self) -> None:
         """Read the request's tokens from the first again, after an interruption half way.
 
-        What was told stays told.
+        What was emitted stays so.
         """
         self._decoder = None if self._tokenizer is None else self._tokenizer.stream()
         self._stops = StopStrings(self._stop)
         self._read = 0
         self.text = ""
 
-    def tell(self, request: Request, now: float) -> RequestOutput:
+    def emit(self, request: Request, now: float) -> RequestOutput:
         """The request's next output, at time `now`. A stop text that is complete ends it."""
         if self._decoder is not None:
             for token in request.tokens[self._read :]:
@@ -82,7 +82,7 @@ class RequestText:
 
     def output(self, request: Request, now: float) -> RequestOutput:
         """The request's next output with the text that was read so far."""
-        new, self._told = self.text[self._told :], len(self.text)
+        new, self._emitted = self.text[self._emitted :], len(self.text)
         if request.finish_reason is not None:
             request.stats.finished = now
         logprobs = None if request.sampling.logprobs is None else tuple(request.logprobs)

@@ -90,5 +90,5 @@ def assert_empty(llm: LLM) -> None:
     """Nothing runs, no block is lost, and the cache is sound."""
     assert not llm.has_unfinished()
     assert not list(llm.scheduler)
-    assert llm.worker.free_blocks() == llm.plan.num_blocks == llm.scheduler.free
+    assert llm.worker.free_blocks() == llm.plan.num_blocks == llm.scheduler.accounts.num_free
     check_invariants(llm.worker.cache)

@@ -139,28 +139,28 @@ def test_what_a_request_needs():
 
 
 def test_the_queue_keeps_the_order_of_arrival():
-    scheduler = Scheduler(num_slots=2, num_blocks=30 * HEADS, scratch=128, chunk=32)
+    sizes = EngineConfig(max_batch=2, block_size=4, prefill_chunk=32, prefill_scratch=128)
+    scheduler = Scheduler(sizes, [30 * HEADS])
+    accounts = scheduler.accounts
     first, second, third = (request_of(n, 40, None) for n in range(3))
     for request in (second, third, first):
         scheduler.add(request)
     assert scheduler.begin_next() is first
     assert scheduler.begin_next() is None  # one prompt at a time
-    first.owned = 10 * HEADS
-    scheduler.free -= first.owned
-    scheduler.started(first)
+    scheduler.inserted(first, in_pool=True)
+    accounts.take(0, 10 * HEADS, 40)
     assert scheduler.begin_next() is second
-    second.owned = 10 * HEADS
-    scheduler.free -= second.owned
-    scheduler.started(second)
+    scheduler.inserted(second, in_pool=True)
+    accounts.take(1, 10 * HEADS, 40)
     assert scheduler.begin_next() is None  # no slot
     assert scheduler.holders() == [first, second]
     assert scheduler.leave(second) == 1
     scheduler.add(second)
     assert scheduler.waiting == [second, third]
-    assert scheduler.free == 20 * HEADS
-    first.growth = 9 * HEADS
+    assert accounts.num_free == 20 * HEADS
+    accounts.growth[0] = 9 * HEADS
     assert scheduler.begin_next() is None  # room for those that run comes first
-    first.growth = 0
+    accounts.growth[0] = 0
     assert scheduler.begin_next() is second
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.engine.engine import MOST_FAILURES
+from kvjax.engine.recovery import MOST_FAILURES
 from kvjax.errors import UserError
 from tests.engine.serving import (
     FULL,
@@ -314,7 +314,7 @@ def test_logprobs_and_text_survive_a_round_that_is_begun_again(tiny_params):
     told = [o for _ in range(3) for o in llm.step()]
     request, _ = llm.engine.intake.open[name]
     request.tokens.append(96)  # noted, its log-probability not yet
-    llm.engine._under_way = True
+    llm.recovery._under_way = True
     while llm.has_unfinished():
         told += llm.step()
     assert told[-1].token_ids == plain.token_ids

@@ -79,6 +79,33 @@ def test_a_callback_that_raises_ends_its_own_request(tiny_params):
     assert_empty(llm)
 
 
+def test_requests_may_come_and_end_while_others_are_taken_in(tiny_params):
+    """Another thread may be in between any two looks at what has come."""
+    now = 0.0
+    llm = make_llm(tiny_params, clock=lambda: now)
+    intake, prompt = llm.engine.intake, prompts_of(10)[0]
+
+    def meddled(take):
+        def taken(*args):
+            nonlocal now
+            found = take(*args)
+            if now < 6:
+                llm.abort(llm.add_request(prompt, greedy(20)))
+                llm.add_request(prompt, greedy(20), deadline=0.5)
+                now += 1.0
+            return found
+
+        return taken
+
+    for name in ("take_new", "take_aborted", "take_late"):
+        setattr(intake, name, meddled(getattr(intake, name)))
+    llm.add_request(prompt, greedy(4))
+    reasons = sorted(output.finish_reason or "" for output in drain(llm).values())
+    assert reasons == ["abort"] * 6 + ["deadline"] * 6 + ["length"]
+    assert llm.metrics.as_dict()["kvjax_rounds_failed_total"] == 0
+    assert_empty(llm)
+
+
 def test_closing_a_stream_ends_its_requests_and_no_others(tiny_params):
     prompts = prompts_of(10, 40, 33)
     llm = make_llm(tiny_params)
@@ -166,11 +193,11 @@ def test_running_sequences_wait_for_one_chunk_at_most(tiny_params):
     chunks = 0
     while llm.has_unfinished():
         before = llm.scheduler.running[0].length if llm.scheduler.running else 0
-        job = llm.engine.job.done if llm.engine.job else 0
+        job = llm.scheduler.job.done if llm.scheduler.job else 0
         llm.step()
-        if llm.engine.job is not None and llm.engine.job.done > job:
+        if llm.scheduler.job is not None and llm.scheduler.job.done > job:
             chunks += 1
-            assert llm.engine.job.done - job <= 32
+            assert llm.scheduler.job.done - job <= 32
             assert llm.scheduler.running[0].length > before
     assert chunks >= 3
     assert_empty(llm)

@@ -10,10 +10,9 @@ import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.engine import Engine
 from kvjax.engine.memory import plan_memory
 from kvjax.engine.metrics import EngineMetrics
-from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.scheduler import Preempt, Scheduler
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from tests.engine.conftest import TINY
@@ -31,6 +30,7 @@ from tests.engine.serving import (
 from tests.engine.test_engine_parts import request_of
 from tests.models.tokenizer_builders import tiny_tokenizer
 
+SIZES = EngineConfig(max_batch=2, block_size=4, prefill_chunk=32, prefill_scratch=512)
 LATE = CompressionConfig(max_cache_tokens=16, protected=8, on_prefill=False)
 """Compressed only where blocks run out."""
 
@@ -53,14 +53,14 @@ def test_the_newest_gives_way(tiny_params, caplog):
 def test_a_request_that_needs_the_whole_pool_gets_it():
     request = request_of(0, 400, None)
     need = request.blocks_to_admit()
-    scheduler = Scheduler(num_slots=2, num_blocks=need, scratch=512, chunk=32)
+    scheduler = Scheduler(SIZES, [need])
     scheduler.add(request)
     assert scheduler.begin_next() is request
     # Beside another a hundredth of the pool stays free.
     for spare, fits in ((need // 100, False), (1 + (2 * need) // 100, True)):
-        scheduler = Scheduler(num_slots=2, num_blocks=2 * need, scratch=512, chunk=32)
+        scheduler = Scheduler(SIZES, [2 * need])
         scheduler.running.append(request_of(0, 40, None))
-        scheduler.free = need + spare
+        scheduler.accounts.free[:] = need + spare
         assert scheduler.fits(request) == fits
 
 
@@ -72,13 +72,13 @@ def test_a_chunk_without_room_runs_again(tiny_params):
     while not llm.scheduler.running:
         llm.step()
     name = llm.add_request(long, greedy(8), FULL)
-    while llm.engine.job is None or not 0 < llm.engine.job.done < 100:
+    while llm.scheduler.job is None or not 0 < llm.scheduler.job.done < 100:
         llm.step()
-    done, cache = llm.engine.job.done, llm.worker.cache
+    done, cache = llm.scheduler.job.done, llm.worker.cache
     # As if somebody held all that is free; the other request is over its budget.
     llm.worker.cache = dataclasses.replace(cache, free=jnp.zeros_like(cache.free))
     llm.step()
-    assert llm.engine.job.done == done
+    assert llm.scheduler.job.done == done
     assert llm.metrics.as_dict()["kvjax_compressions_total"] == 1
     llm.worker.cache = dataclasses.replace(
         llm.worker.cache, free=llm.worker.cache.free | cache.free
@@ -93,16 +93,18 @@ def test_a_chunk_without_room_runs_again(tiny_params):
 
 def test_what_cannot_be_evicted_is_made_room_for():
     """A prompt of ten blocks per head with a budget of three, of which only five can go."""
-    request, given_way = request_of(0, 40, 3 * HEADS), []
+    scheduler = Scheduler(SIZES, [20 * HEADS])
+    request, other = request_of(0, 40, 3 * HEADS), request_of(1, 40, None)
     assert request.blocks_to_admit() == HEADS * (3 + 1)
-    engine = SimpleNamespace(
-        scheduler=SimpleNamespace(running=[request, request_of(1, 40, None)]),
-        _give_way=given_way.append,
-    )
-    refused = SimpleNamespace(ok=np.False_, freed=np.int32(5 * HEADS))
-    Engine._note_start(engine, request, refused, 0.0)  # type: ignore[arg-type]
-    assert given_way == [request]
+    for one in (request, other):
+        scheduler.add(one)
+        scheduler.begin_next()
+        scheduler.inserted(one)
+    assert list(scheduler.refuse(request, 5 * HEADS)) == [Preempt(request)]
+    assert scheduler.waiting == [request]
     assert request.blocks_to_admit() == HEADS * (5 + 1)
+    # The device reports what is free, and it gave none to the first.
+    assert scheduler.accounts.num_free == (20 - 4 - 11) * HEADS
 
 
 @pytest.mark.parametrize("before_preemption", [True, False])
@@ -178,7 +180,7 @@ def test_a_visit_is_counted():
     """Two heads: a sequence reads 18 and 20 KVs in two steps, another 8 in one."""
     metrics = EngineMetrics(100)
     tokens = np.asarray([[5, 6], [7, -1], [-1, -1]])
-    metrics.visited(tokens, np.asarray([20, 8]), heads=2)
+    metrics.decoded(tokens, np.asarray([20, 8]), heads=2)
     found = metrics.as_dict()
     assert found["kvjax_kvs_read_total"] == 18 + 20 + 8
     assert found["kvjax_decode_steps_total"] == 2

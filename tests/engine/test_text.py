@@ -88,7 +88,7 @@ def told(parts, tokenizer=TOKENIZER, **sampling) -> tuple[Request, list]:
         request.logprobs += [TokenLogprobs(token, -float(token)) for token in part]
         if at == len(parts) - 1:
             request.finish_reason = "length"
-        outputs.append(text.tell(request, 10.0 + at))
+        outputs.append(text.emit(request, 10.0 + at))
         if outputs[-1].finished:
             break
     return request, outputs
@@ -146,11 +146,11 @@ def test_without_a_tokenizer_there_are_tokens_alone():
     request = request_of(logprobs=0)
     text = RequestText(None, ())
     request.tokens += [1, 2]
-    output = text.tell(request, 1.0)
+    output = text.emit(request, 1.0)
     assert (output.token_ids, output.text, output.finish_reason) == ((1, 2), "", None)
     assert output.stats.finished is None
     request.finish_reason = "abort"
-    output = text.tell(request, 2.0)
+    output = text.emit(request, 2.0)
     assert output.stats.finished == 2.0
 
 

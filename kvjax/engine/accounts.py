@@ -1,0 +1,88 @@
+"""Blocks as the host counts them: NumPy vectors with an entry per shard of the pool.
+
+A shard is a part of the pool with blocks and heads of its own (one today). A sequence has blocks in
+every shard, so there is room for it where every shard has room.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Accounts:
+    """Free blocks, and what the sequence in each slot holds and will need, as last reported."""
+
+    def __init__(self, num_slots: int, num_blocks: Sequence[int]):
+        self.num_blocks = np.asarray(num_blocks, np.int64)
+        """Blocks of each shard [P]."""
+        self.free = self.num_blocks.copy()
+        """Blocks that nobody owns [P]."""
+        self.owned = np.zeros((num_slots, len(self.num_blocks)), np.int64)
+        """Blocks that each slot holds [S, P]."""
+        self.growth = np.zeros_like(self.owned)
+        """Blocks that each slot needs for its next decode steps [S, P]."""
+        self.longest = np.zeros(num_slots, np.int64)
+        """Most KVs that a head of each slot holds [S]."""
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks of all shards."""
+        return int(self.free.sum())
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in use of all shards."""
+        return int((self.num_blocks - self.free).sum())
+
+    def spread(self, blocks: int) -> np.ndarray:
+        """Blocks of a sequence by shard [P], where each has as many heads as the others."""
+        shards = len(self.num_blocks)
+        return np.full(shards, -(-blocks // shards))
+
+    def by_shard(self, blocks: np.ndarray) -> np.ndarray:
+        """Blocks of each head [L, H] by shard [1, P]; each has as many heads, in order."""
+        rows = (len(blocks), len(self.num_blocks), -1)
+        return blocks.reshape(rows).sum((0, 2))[None]
+
+    def have(self, blocks: int) -> bool:
+        """Whether a sequence of so many blocks has room beside the growth of those that run.
+
+        A hundredth of each shard stays free.
+        """
+        spare = self.num_blocks // 100
+        return bool((self.free >= self.spread(blocks) + self.growth.sum(0) + spare).all())
+
+    def take(self, slot: int, blocks: int, longest: int) -> None:
+        """A sequence of so many blocks is on its way to a slot."""
+        self.owned[slot], self.longest[slot] = self.spread(blocks), longest
+        self.free -= self.owned[slot]
+
+    def give_back(self, slot: int, blocks: np.ndarray | int) -> None:
+        """A slot gave back so many blocks [P]."""
+        self.free += blocks
+        self.owned[slot] -= blocks
+
+    def empty(self, slot: int) -> None:
+        """A slot holds nothing any more."""
+        self.give_back(slot, self.owned[slot])
+        self.growth[slot] = self.longest[slot] = 0
+
+    def report(
+        self,
+        slots: Sequence[int],
+        owned: np.ndarray,
+        longest: np.ndarray,
+        growth: np.ndarray | int = 0,
+    ) -> None:
+        """What the device says that some slots [G] hold, and need next.
+
+        Args:
+            slots: the slots.
+            owned: blocks of each, [G] or [G, P].
+            longest: most KVs of a head, [G].
+            growth: blocks of the next decode steps, as `owned`.
+        """
+        at, by_shard = list(slots), (len(slots), -1)
+        self.owned[at] = np.reshape(owned, by_shard)
+        self.growth[at] = np.broadcast_to(growth, np.shape(owned)).reshape(by_shard)
+        self.longest[at] = longest

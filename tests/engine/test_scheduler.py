@@ -1,0 +1,425 @@
+"""What the scheduler decides, carried out by a device made of numbers alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax.cache import CompressionConfig
+from kvjax.cache.methods import METHODS
+from kvjax.engine.accounts import Accounts
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.request import Request
+from kvjax.engine.sampling import SamplingParams
+from kvjax.engine.scheduler import (
+    Begin,
+    Chunk,
+    Compress,
+    Decision,
+    Decode,
+    End,
+    Insert,
+    Preempt,
+    Remove,
+    Scheduler,
+)
+
+HEADS, BLOCK, STEPS = 6, 4, 4
+SIZES = EngineConfig(
+    max_batch=4, block_size=BLOCK, prefill_chunk=32, prefill_scratch=64, steps_per_visit=STEPS
+)
+
+
+def request_of(
+    order: int,
+    length: int = 20,
+    cap: int | None = None,
+    max_tokens: int = 10,
+    rule: str | None = None,
+    **settings,
+) -> Request:
+    compression = CompressionConfig(max_cache_tokens=cap, **settings)
+    budget = None if cap is None else HEADS * cap // BLOCK
+    return Request(
+        str(order), order, np.zeros(length, np.int32), SamplingParams(max_tokens=max_tokens),
+        compression, METHODS["full"], budget, HEADS, BLOCK, rule,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A prompt on its way, in chunks of 32."""
+
+    length: int
+    in_pool: bool
+    done: int = 0
+
+    @property
+    def next_chunk(self) -> int:
+        return min(32, self.length - self.done)
+
+
+class Device:
+    """Does as it is told, as the engine would, with every head of a sequence alike."""
+
+    def __init__(self, num_blocks: int, config: EngineConfig = SIZES):
+        self.num_blocks, self.config = num_blocks, config
+        self.scheduler = Scheduler(config, [num_blocks])
+        self.kvs = np.zeros(config.max_batch, int)
+        self.log: list[Decision] = []
+        self.ended: list[Request] = []
+        self.loops: list[Decode] = []
+
+    def owned(self, kvs=None) -> np.ndarray:
+        return HEADS * -(-(self.kvs if kvs is None else kvs) // BLOCK)
+
+    @property
+    def free(self) -> int:
+        return int(self.num_blocks - self.owned().sum())
+
+    def run(self, decisions) -> None:
+        for decision in decisions:
+            self.log.append(decision)
+            getattr(self, type(decision).__name__.lower())(decision)
+
+    def remove(self, decision: Remove) -> None:
+        self.kvs[list(decision.slots)] = 0
+
+    def begin(self, decision: Begin) -> None:
+        length = decision.request.length
+        self.scheduler.job = Prompt(length, length > self.config.prefill_scratch)
+
+    def chunk(self, decision: Chunk) -> None:
+        job, slot = self.scheduler.job, decision.request.slot
+        assert isinstance(job, Prompt)
+        assert decision.size == job.next_chunk
+        if not job.in_pool:
+            job.done += decision.size
+            return
+        held = self.kvs[slot] + decision.size
+        fitted = bool(self.free >= self.owned(held) - self.owned()[slot])
+        if fitted:
+            self.kvs[slot], job.done = held, job.done + decision.size
+        self.scheduler.note_chunk(np.full((3, 2), self.kvs[slot]), self.free, fitted)
+        if fitted and decision.compress:
+            self.compress(Compress((decision.request,)))
+
+    def insert(self, decision: Insert) -> None:
+        request, job = decision.request, self.scheduler.job
+        assert job is not None
+        assert job.next_chunk == 0
+        if not job.in_pool:
+            self.kvs[request.slot] = self.kept(request) if request.compressed_first else job.done
+        request.tokens.append(0)
+        request.since_compression += 1
+        if request.remaining == 0:
+            self.stop(request, "length")
+
+    @staticmethod
+    def kept(request: Request) -> int:
+        cap = request.length if request.budget is None else request.budget // HEADS * BLOCK
+        return min(cap, request.length)
+
+    def compress(self, decision: Compress) -> None:
+        for request in decision.requests:
+            assert request.budget is not None
+            before = self.owned()[request.slot]
+            cap = request.budget // HEADS * BLOCK
+            self.kvs[request.slot] = min(self.kvs[request.slot], cap)
+            self.scheduler.note_compressed(request, int(before - self.owned()[request.slot]))
+
+    def decode(self, decision: Decode) -> None:
+        self.loops.append(decision)
+
+    def preempt(self, decision: Preempt) -> None:
+        self.kvs[decision.request.slot] = 0
+
+    def end(self, decision: End) -> None:
+        self.stop(decision.request, decision.reason)
+
+    def stop(self, request: Request, reason) -> None:
+        request.finish_reason = reason
+        self.ended.append(request)
+        self.scheduler.end(request)
+
+    def round(self) -> list[Decision]:
+        """A round of the engine; returns what was decided."""
+        self.log, self.loops = [], []
+        self.run(self.scheduler.round())
+        short, tokens = [], 0
+        for decode in self.loops:
+            for _ in range(decode.steps):
+                active = [r for r in decode.requests if r.remaining > 0]
+                grown = self.kvs.copy()
+                grown[[r.slot for r in active if r.slot is not None]] += 1
+                if self.owned(grown).sum() > self.num_blocks:
+                    short.append(decode)
+                    break
+                self.kvs, tokens = grown, tokens + len(active)
+                for request in active:
+                    request.tokens.append(0)
+                    request.since_compression += 1
+        if not self.loops:
+            return self.log
+        self.scheduler.accounts.free[:] = self.free
+        for decode in self.loops:
+            slots = [r.slot for r in decode.requests if r.slot is not None]
+            kvs = self.kvs[slots]
+            coming = np.array([min(r.remaining, STEPS) for r in decode.requests])
+            growth = self.owned(kvs + coming) - self.owned(kvs)
+            self.scheduler.accounts.report(slots, self.owned(kvs), kvs, growth)
+            for request in decode.requests:
+                if request.remaining == 0 and request.finish_reason is None:
+                    self.stop(request, "length")
+        self.run(self.scheduler.settle(short, progress=tokens > 0))
+        assert self.scheduler.accounts.num_free == self.free
+        return self.log
+
+    def rounds(self, most: int = 500) -> None:
+        """Rounds until nothing is left."""
+        for _ in range(most):
+            if not list(self.scheduler):
+                assert self.free == self.num_blocks
+                return
+            self.round()
+        raise AssertionError("requests are left")
+
+
+def test_a_round_is_prompts_and_then_decode_steps():
+    device = Device(100 * HEADS)
+    first, second, third = (request_of(n) for n in range(3))
+    for request in (first, second, third):
+        device.scheduler.add(request)
+    # Two prompts of 20 tokens do not fit into a chunk of 32.
+    assert device.round() == [
+        Begin(first),
+        Chunk(first, 20, False),
+        Insert(first),
+        Begin(second),
+        Decode((first,), 1, None),
+    ]
+    assert device.round()[:3] == [Chunk(second, 20, False), Insert(second), Begin(third)]
+    assert device.round() == [
+        Chunk(third, 20, False),
+        Insert(third),
+        Decode((first, second, third), STEPS, None),
+    ]
+    # Ended at the report of these steps, out at once.
+    device.round()
+    assert device.log == [Decode((first, second, third), STEPS, None), Remove((0, 1))]
+    assert device.scheduler.running == [third]
+
+
+def test_who_waits_for_room_holds_nobody_up():
+    device = Device(14 * HEADS)
+    first, second = request_of(0, max_tokens=12), request_of(1, 30, max_tokens=2)
+    device.scheduler.add(first)
+    device.round()
+    device.scheduler.add(second)
+    assert device.round() == [Decode((first,), STEPS, None)]
+    device.rounds()
+    assert device.ended == [first, second]
+
+
+def test_a_prompt_that_fails_leaves_and_the_next_begins():
+    device = Device(100 * HEADS)
+    first, second = request_of(0), request_of(1)
+    for request in (first, second):
+        device.scheduler.add(request)
+
+    def fails(decision):
+        device.stop(first, "error")
+
+    device.chunk = fails
+    decisions = device.scheduler.round()
+    seen: list[Decision] = []
+    for decision in decisions:
+        seen.append(decision)
+        device.run([decision])
+        if len(seen) == 5:
+            break
+    assert seen == [Begin(first), Chunk(first, 20, False), Remove((0,)), Begin(second), seen[4]]
+    # What the first did not use is left for the second.
+    assert seen[4] == Chunk(second, 20, False)
+
+
+def test_an_interval_is_never_passed():
+    device = Device(100 * HEADS)
+    every = request_of(0, cap=16, max_tokens=30, compress_every=6)
+    device.scheduler.add(every)
+    device.scheduler.add(request_of(1, 10, max_tokens=40))
+    since = []
+    whole = device.compress
+
+    def noted(decision):
+        since.extend(request.since_compression for request in decision.requests)
+        whole(decision)
+
+    device.compress = noted
+    device.rounds()
+    assert len(since) == 4
+    assert set(since) == {6}
+
+
+def test_a_long_prompt_is_compressed_between_its_chunks():
+    device = Device(100 * HEADS)
+    request = request_of(0, 150, cap=16)
+    device.scheduler.add(request)
+    assert device.round() == [Begin(request), Chunk(request, 32, True)]
+    assert device.kvs[0] == 16
+    assert device.scheduler.accounts.owned[0, 0] == HEADS * 16 // BLOCK
+    device.rounds()
+    assert request.finish_reason == "length"
+
+
+def test_room_is_made_by_compression_first_and_then_by_the_newest():
+    device = Device(16 * HEADS)
+    requests = [request_of(n, (11, 8, 8)[n], 20, 60, on_prefill=False) for n in range(3)]
+    for request in requests:
+        device.scheduler.add(request)
+    made: list[Decision] = []
+    for _ in range(20):
+        made += [d for d in device.round() if isinstance(d, Compress | Preempt)]
+        if any(isinstance(decision, Preempt) for decision in made):
+            break
+    # What compression gave back was not enough for a step of all.
+    assert made == [Compress((requests[0],)), Preempt(requests[2])]
+    assert device.scheduler.waiting == [requests[2]]
+    assert requests[2].tokens
+    device.rounds()
+    assert [r.finish_reason for r in device.ended] == ["length"] * 3
+
+
+def test_who_is_alone_in_a_full_pool_ends():
+    device = Device(8 * HEADS)
+    request = request_of(0, 20, max_tokens=40)
+    device.scheduler.add(request)
+    device.rounds()
+    assert request.finish_reason == "pool"
+    # The last token is never in the cache.
+    assert request.length == 8 * BLOCK + 1
+
+
+def test_a_chunk_without_room_preempts_the_newest():
+    device = Device(45 * HEADS)
+    long, other = request_of(0, 150), request_of(1, 40, max_tokens=200)
+    device.scheduler.add(long)
+    device.round()
+    # Let in while the long prompt was not there yet.
+    device.scheduler.add(other)
+    other.slot = 3
+    device.scheduler._slots.remove(3)
+    device.scheduler.waiting.remove(other)
+    device.scheduler.running.append(other)
+    device.kvs[3] = 40
+    device.scheduler.accounts.report([3], device.owned()[[3]], np.array([40]))
+    seen = [decision for _ in range(4) for decision in device.round()]
+    assert Preempt(other) in seen
+    device.rounds()
+    assert [r.finish_reason for r in device.ended] == ["length", "pool"]
+
+
+def rules_of(decisions) -> list:
+    return [decision.rule for decision in decisions if isinstance(decision, Decode)]
+
+
+def test_requests_of_one_rule_decode_together():
+    device = Device(100 * HEADS)
+    rules = (None, "a", "b", None)
+    requests = [request_of(n, 8, max_tokens=30, rule=rule) for n, rule in enumerate(rules)]
+    for request in requests:
+        device.scheduler.add(request)
+    first, second, third, fourth = requests
+    seen = device.round()
+    assert seen[-2:] == [Decode((first, second, fourth), STEPS, "a"), Decode((third,), STEPS, "b")]
+    # Whose steps add nothing go with any.
+    device.stop(second, "abort")
+    assert device.round()[-1] == Decode((first, third, fourth), STEPS, "b")
+    device.stop(third, "abort")
+    assert device.round()[-1] == Decode((first, fourth), STEPS, None)
+
+
+def test_whoever_found_no_blocks_goes_on_alone():
+    """Else one request takes what is freed of it, again and again, and others never have enough."""
+    device = Device(29 * HEADS)
+    small = request_of(0, 20, 20, 2000, rule="a")
+    others = [request_of(n, 20, None, 60, rule="b") for n in (1, 2, 3)]
+    for request in (small, *others):
+        device.scheduler.add(request)
+    for _ in range(200):
+        short = device.scheduler._short
+        left = any(request.rule in short for request in device.scheduler.running)
+        seen = rules_of(device.round())
+        assert not left or seen == list(short)
+    assert [request.finish_reason for request in others] == ["length"] * 3
+    assert 200 < len(small.tokens) < 2000
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 6])
+def test_everybody_ends_and_the_oldest_always_gets_on(seed):
+    rng = np.random.default_rng(seed)
+    device = Device(60 * HEADS)
+    rules = (None, "a", "b", "c")[: 1 + seed % 4]
+    requests = [
+        request_of(
+            n,
+            int(rng.integers(1, 140)),
+            (None, 16, 24)[rng.integers(3)],
+            int(rng.integers(1, 60)),
+            rules[rng.integers(len(rules))],
+            before_preemption=bool(rng.integers(2)),
+            on_prefill=bool(rng.integers(4)),
+            compress_every=(None, 5)[rng.integers(2)],
+        )
+        for n in range(60)
+    ]
+    waiting, preempted, stuck, seen = list(requests), 0, 0, (None, 0, 0)
+    for _ in range(2000):
+        if not waiting and not list(device.scheduler):
+            break
+        if waiting and rng.integers(2):
+            device.scheduler.add(waiting.pop(0))
+        open_ = [request for request in device.scheduler if request.finish_reason is None]
+        if open_ and rng.integers(25) == 0:
+            device.stop(open_[rng.integers(len(open_))], "abort")
+        preempted += sum(isinstance(decision, Preempt) for decision in device.round())
+        oldest = min(device.scheduler, key=lambda r: r.order, default=None)
+        job = device.scheduler.job
+        now = (oldest, oldest and oldest.length, job and job.done)
+        stuck = stuck + 1 if oldest and now == seen else 0
+        # Somebody else's rule may come first; then room is made, and made again.
+        assert stuck <= 8
+        seen = now
+    assert preempted > 0
+    reasons = [request.finish_reason for request in requests]
+    assert set(reasons) == {"length", "abort"}
+    assert len(device.ended) == len(requests)
+    assert device.free == device.num_blocks
+
+
+def test_every_shard_must_have_room():
+    scheduler = Scheduler(SIZES, [50 * HEADS, 50 * HEADS])
+    running, request = request_of(0), request_of(1)
+    scheduler.add(running)
+    scheduler.begin_next()
+    scheduler.inserted(running)
+    accounts = scheduler.accounts
+    need = request.blocks_to_admit() // 2
+    assert accounts.owned[0].tolist() == [need, need]
+    spare = 50 * HEADS // 100
+    for free, fits in (((0, 0), True), ((-1, 0), False), ((0, -1), False)):
+        accounts.free[:] = need + spare + np.array(free)
+        assert scheduler.fits(request) == fits
+    accounts.growth[0, 1] = 1
+    accounts.free[:] = need + spare
+    assert not scheduler.fits(request)
+    scheduler.leave(running)
+    assert accounts.free.tolist() == [2 * need + spare] * 2
+    assert accounts.growth.sum() == 0
+
+
+def test_heads_are_counted_by_their_shard():
+    accounts = Accounts(2, [10, 10])
+    held = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert accounts.by_shard(held).tolist() == [[1 + 2 + 5 + 6, 3 + 4 + 7 + 8]]
+    assert accounts.spread(7).tolist() == [4, 4]
