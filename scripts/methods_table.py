@@ -5,96 +5,26 @@ python scripts/methods_table.py --check     # say whether it is as the code has 
 """
 
 import argparse
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from kvjax.cache.methods import METHODS, Method
-from kvjax.cache.methods.base import Observation, Representatives
-from kvjax.cache.observe import BACKGROUND_QUERIES
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
-HEAD = ("method", "observes", "budget", "selects", "protects", "question", "runs", "rule")
+HEAD = ("method", "scorer", "allocator", "selector", "protects", "question", "runs", "rule")
 NOTHING = "–"
-SOURCES = {"random": "seeded hash", "position": "position", "key-norm": "key norm"}
-STATISTICS = {"hits": "hits of an even share", "recency": "last hit and longest interval"}
 
 
-def observes(observation: Observation | None) -> str:
-    """What a method's metric is."""
-    if observation is None:
-        return NOTHING
-    if observation.intrinsic:
-        return SOURCES[observation.source]
-    window = observation.window
-    queries = (
-        "all queries" if window is None else f"last {window} quer{'y' if window == 1 else 'ies'}"
-    )
-    if observation.statistic != "sum":
-        return f"{queries}, {STATISTICS[observation.statistic]}"
-    power = "p²" if observation.power == 2 else "p"
-    decay = f" · {observation.query_decay:g}ⁿ" if observation.query_decay < 1 else ""
-    parts = [queries, f"Σ {power}{decay}"]
-    if observation.pool > 1:
-        where = "" if observation.pool_window else " before the window"
-        parts.append(f"{observation.pool_kind} {observation.pool}{where}")
-    if observation.excluded_distance:
-        parts.append(f"{observation.excluded_distance} apart")
-    parts.append(f"heads: {observation.group}{' first' if observation.group_first else ''}")
-    if observation.background:
-        parts.append(f"+ {observation.background:g} · mean p² of {BACKGROUND_QUERIES}")
-    text = ", ".join(parts)
-    if observation.reads is not None:
-        text += f"; {observation.reads.tokens} tokens read by any head"
-    if observation.accumulate:
-        decays = observation.decode_decay
-        text += {1.0: "; decode adds", 0.0: "; decode replaces"}.get(
-            decays, f"; decode decays {decays:g}, adds"
-        )
-    return text
-
-
-def budget(method: Method) -> str:
-    """How its blocks are split."""
-    if not method.compresses:
-        return NOTHING
-    split = method.allocation
-    if split.layers == "global":
-        return "global"
-    step = "exact" if split.exact else "floored: **more than the cap**"
-    layers = {
-        "uniform": "even layers",
-        "weights": "given layers",
-        "pyramid": f"pyramid β {split.beta}, {step}",
-    }[split.layers]
-    safe = f", {split.floor:g} of each head safe" if split.floor else ""
-    heads = {
-        "uniform": "even heads",
-        "ada": f"Ada heads α {split.floor:g}",
-        "cheapest": f"cheapest of layer{safe}",
-    }[split.heads]
-    return f"{layers}, {heads}"
-
-
-def stands_in(chosen: Representatives) -> str:
-    """Which KVs stand for dropped ones."""
-    if chosen.kind == "k-means":
-        return f"{100 * chosen.share:.0f} % k-means"
-    unit = f" by {chosen.unit}" if chosen.unit > 1 else ""
-    mode = ", OpenVINO" if chosen.mode == "openvino" else ""
-    return f"{100 * chosen.share:.0f} % KVCrush {chosen.anchor}{unit}{mode}"
-
-
-def selects(method: Method) -> str:
-    """What goes or stays as one."""
-    if not method.compresses:
-        return NOTHING
-    text = "KVs" if method.unit == 1 else f"pages of {method.unit}"
-    text += ", same in a layer" if method.shared else ""
-    text += ", per query" if method.per_age else ""
-    return (
-        text if method.representatives is None else f"{text}; {stands_in(method.representatives)}"
-    )
+def stated(part: Any) -> str:
+    """A part of a method with all its settings, as one would write it."""
+    if not dataclasses.is_dataclass(part):
+        return part if isinstance(part, str) else f"{part}"
+    values = [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
+    settings = ", ".join(f"{name}={stated(value)}" for name, value in values)
+    return f"{type(part).__name__}({settings})"
 
 
 def protects(method: Method) -> str:
@@ -109,11 +39,11 @@ def protects(method: Method) -> str:
 
 def row(method: Method) -> tuple[str, ...]:
     """A method's cells, in the order of `HEAD`."""
+    over = "; **more than the cap**" if method.allocator.overruns else ""
+    does = (stated(method.scorer), stated(method.allocator) + over, stated(method.selector))
     return (
         f"`{method.name}`",
-        observes(method.observation),
-        budget(method),
-        selects(method),
+        *(does if method.compresses else (NOTHING,) * 3),
         protects(method),
         "yes" if method.query_aware else "no",
         method.runs,
@@ -134,11 +64,9 @@ def replaced(page: str) -> str:
         UserError: the page has no such table.
     """
     lines = page.split("\n")
-    first = next(
-        (n for n, line in enumerate(lines) if line.startswith("| method | observes")), None
-    )
+    first = next((n for n, line in enumerate(lines) if line.startswith("| method | scorer")), None)
     if first is None:
-        raise UserError(f"{PAGE} has no table that begins with '| method | observes'")
+        raise UserError(f"{PAGE} has no table that begins with '| method | scorer'")
     last = first
     while last < len(lines) and lines[last].startswith("|"):
         last += 1

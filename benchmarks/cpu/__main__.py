@@ -32,7 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import CompressionConfig, compress, init_cache, schedule_evictions, write_prompt
+from kvjax.cache import (
+    CompressionConfig,
+    compress,
+    get_method,
+    init_cache,
+    schedule_evictions,
+    write_prompt,
+)
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, Progress, check_output_file, run_script
 from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
@@ -154,7 +161,7 @@ def measure_compression(model: Any, rate: float, repeats: int, progress: Progres
     prefill: dict[str, float] = {}
     writing: dict[str, float] = {}
     bytes_after = held = 0
-    default = CompressionConfig().method
+    default = str(CompressionConfig().method)
     for method in ("full", default):
         progress(f"prefill, {method}")
         compression = CompressionConfig(method=method, rate=None if method == "full" else rate)
@@ -241,8 +248,9 @@ def measure_scaling(model: Any, repeats: int, progress: Progress) -> list[dict]:
         write = jax.jit(write_prompt, donate_argnums=0)
         cache, _ = write(cache, 0, kv, kv, metric.astype(jnp.float32), length)
         slots, evict = jnp.zeros(1, jnp.int32), jnp.full(1, blocks * 7 // 8, jnp.int32)
-        schedule = jax.jit(functools.partial(schedule_evictions, protected=8))
-        whole = jax.jit(functools.partial(compress, protected=8), donate_argnums=0)
+        method = get_method("kv-compress")
+        schedule = jax.jit(functools.partial(schedule_evictions, method=method))
+        whole = jax.jit(functools.partial(compress, method=method), donate_argnums=0)
 
         def compress_copy(cache=cache, whole=whole, args=(slots, blocks - evict)) -> float:
             copy = jax.block_until_ready(jax.tree.map(jnp.copy, cache))

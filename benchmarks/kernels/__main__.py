@@ -264,7 +264,12 @@ def move(bench: Bench) -> None:
     dtype = jnp.float32 if bench.small else jnp.bfloat16
     heads, d, b = 8, 128, 16
     blocks = slots * layers * heads * tokens // b
-    sizes = {"num_slots": slots, "num_layers": layers, "num_kv_heads": heads, "head_dim": d}
+    sizes: dict[str, Any] = {
+        "num_slots": slots,
+        "num_layers": layers,
+        "num_kv_heads": heads,
+        "head_dim": d,
+    }
 
     def fill():
         cache = init_cache(
@@ -317,9 +322,8 @@ def step(bench: Bench) -> None:
     import jax
     import jax.numpy as jnp
 
-    from kvjax.cache import allocate, init_cache
-    from kvjax.cache.methods import get_method
-    from kvjax.engine.steps import decode_step
+    from kvjax.cache import allocate, get_method, init_cache
+    from kvjax.engine.decode import decode_step
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
     from kvjax.models.llama import init_params
@@ -355,7 +359,9 @@ def step(bench: Bench) -> None:
     weights -= 0 if tied else model.vocab_size * model.hidden_size * jnp.dtype(dtype).itemsize
     kvs = math.prod(heads) * (held + steps) * 2 * model.head_dim * jnp.dtype(dtype).itemsize
     for name in ("full", "kv-compress-continual"):
-        run = jax.jit(functools.partial(decode_step, model, get_method(name)), donate_argnums=1)
+        run = jax.jit(
+            functools.partial(decode_step, model, get_method(name).decode), donate_argnums=1
+        )
         cache = jax.jit(fill)()
         tokens, active = jnp.zeros(seqs, jnp.int32), jnp.ones(seqs, bool)
         cache, _, ok = run(params, cache, tokens, active)

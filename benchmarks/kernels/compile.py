@@ -145,9 +145,8 @@ def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, 
     import jax
     import jax.numpy as jnp
 
-    from kvjax.cache import init_cache
-    from kvjax.cache.methods import get_method
-    from kvjax.engine import visits
+    from kvjax.cache import get_method, init_cache
+    from kvjax.engine.decode import decode, init_slots
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
     from kvjax.models.llama import abstract_params
@@ -167,12 +166,12 @@ def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, 
             dtype=jnp.bfloat16,
         )
         zeros = jnp.zeros(slots, jnp.int32)
-        return cache, visits.init_slots(slots), zeros, zeros[0], zeros[:1]
+        return cache, init_slots(slots), zeros, zeros[0], zeros[:1]
 
     params = abstract_params(
         model, jnp.bfloat16, stacks_layers("gpu" if target == "h200" else "tpu")
     )
-    call = functools.partial(visits.decode_visit, model, get_method(method), 8, None)
+    call = functools.partial(decode, model, get_method(method).decode, 8, None)
     return call, (params, *jax.eval_shape(arguments)), (1, 2)
 
 

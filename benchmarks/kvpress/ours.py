@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kvpress.process import PeerProcess
-from kvjax.cache import init_cache
-from kvjax.cache.methods import get_method
-from kvjax.engine import steps
+from kvjax.cache import get_method, init_cache, write_survivors
 from kvjax.errors import UserError
 from kvjax.eval import passes
 from kvjax.eval.sizes import bucket, rate_blocks
@@ -32,8 +29,7 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
     found = []
     for variant in wanted:
         method = get_method(variant.method)
-        observe = jax.jit(functools.partial(passes.observe, method))
-        metric = observe(dense.q, dense.k, dense.log_sum, np.int32(cut))
+        scores = jax.jit(functools.partial(passes.observe, method.observer))(dense, np.int32(cut))
         width = -(-size // b) + 1
         cache = init_cache(
             num_slots=1,
@@ -45,9 +41,8 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
             block_size=b,
         )
         keep = rate_blocks(cut, variant.rate, evaluator.heads, b)
-        prompt = steps.PromptKV(dense.k, dense.v, metric, jnp.int32(cut))
-        admit = jax.jit(functools.partial(steps.admit, method=method))
-        cache, _, _ = admit(cache, np.int32(0), prompt, np.int32(keep))
+        given = (dense.k, dense.v, scores, np.int32(cut), np.int32(keep), method)
+        cache, _, _ = jax.jit(write_survivors)(cache, np.int32(0), *given)
         position, table = np.asarray(cache.position), np.asarray(cache.block_table[0])
         held = np.asarray(cache.context_len[0])
         found.append(
@@ -71,7 +66,7 @@ def check_same(evaluator: Any, peer: PeerProcess, row: Any, tokens: Any, folder:
     prompt = tokens.prompt
     dense = jax.jit(functools.partial(passes.dense_pass, evaluator.model.config))
     last = np.full(1, len(prompt) - 1, np.int32)
-    ours = np.asarray(dense(evaluator.model.params, prompt, last).scores[0])
+    ours = np.asarray(dense(evaluator.model.params, prompt, last).logits[0])
     file = folder / "logits.bin"
     job = {
         "prompt": prompt.tolist(),

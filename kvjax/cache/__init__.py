@@ -10,9 +10,11 @@ from kvjax.cache.evict import (
     schedule_evictions,
 )
 from kvjax.cache.invariants import check_invariants
+from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.move import move_cache
 from kvjax.cache.paged import (
     PagedCache,
+    Plane,
     allocate,
     append,
     begin_append,
@@ -24,13 +26,19 @@ from kvjax.cache.paged import (
     write_newest,
     write_prompt,
 )
+from kvjax.cache.policy import Method, Scorer, Scores
 
 __all__ = [
     "MAX_KVS_PER_STEP",
+    "METHODS",
     "CompressReport",
     "CompressionConfig",
     "EvictionSchedule",
+    "Method",
     "PagedCache",
+    "Plane",
+    "Scorer",
+    "Scores",
     "allocate",
     "append",
     "begin_append",
@@ -41,6 +49,7 @@ __all__ = [
     "compress",
     "eviction_mask",
     "free_blocks",
+    "get_method",
     "init_cache",
     "move_cache",
     "release",

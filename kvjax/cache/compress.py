@@ -10,15 +10,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.allocate import Plan, choose_blocks, head_shares
-from kvjax.cache.evict import MAX_KVS_PER_STEP, schedule_evictions
-from kvjax.cache.keys import method_keys
-from kvjax.cache.methods.base import Method
+from kvjax.cache.evict import (
+    MAX_KVS_PER_STEP,
+    NOTHING,
+    decide,
+    eviction_scores,
+    schedule_evictions,
+)
 from kvjax.cache.move import move_cache
-from kvjax.cache.observe import Observed
 from kvjax.cache.paged import PagedCache, blocks_for, valid_slots, write_prompt
-from kvjax.cache.prices import block_prices
-from kvjax.cache.representatives import evicted_kvs
+from kvjax.cache.policy.allocate import BlockCosts, Budget
+from kvjax.cache.policy.block_cost import block_costs
+from kvjax.cache.policy.method import PLAIN, Method
+from kvjax.cache.policy.score import Artefacts, Scores
+from kvjax.cache.policy.select import Candidates, evicted_kvs
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -36,10 +41,9 @@ def compress(
     cache: PagedCache,
     slots: Int32[Array, " G"],
     keep_blocks: Int32[Array, " G"],
+    method: Method = PLAIN,
     *,
-    protected: Int32[Array, "*G"] | int = 0,
-    sinks: Int32[Array, ""] | int = 0,
-    method: Method | None = None,
+    artefacts: Artefacts = NOTHING,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
 ) -> tuple[PagedCache, CompressReport]:
     """Evict from each of `slots` until it owns at most `keep_blocks` blocks over all its heads.
@@ -52,10 +56,10 @@ def compress(
         cache: the cache (donate it).
         slots: sequence slots; those out of range, and any that comes again, are passed over.
         keep_blocks: the budget of each, from `kvjax.cache.budget.budget_blocks`.
-        protected: newest token positions that are never evicted, of each sequence or of all.
-        sinks: oldest token positions that are never evicted.
-        method: whose allocation, unit and scope decide (static); None for the globally cheapest
-            blocks.
+        method: what decides, and what stays whatever is decided (a pytree: its parts are static,
+            what it protects is not); by default the globally cheapest blocks go and nothing is
+            protected.
+        artefacts: calibrated arrays, if the method reads any.
         max_kvs_per_step: KVs handled at once (static); more are split, never skipped.
     """
     slots = valid_slots(cache, slots)
@@ -65,12 +69,11 @@ def compress(
         cache,
         slots,
         jnp.maximum(0, owned - jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0)),
-        protected=protected,
-        sinks=sinks,
-        method=method,
+        method,
+        artefacts=artefacts,
         max_kvs_per_step=max_kvs_per_step,
     )
-    cache = move_cache(cache, schedule, method=method, max_kvs_per_step=max_kvs_per_step)
+    cache = move_cache(cache, schedule, max_kvs_per_step=max_kvs_per_step)
     return cache, CompressReport(jnp.sum(schedule.blocks, axis=(1, 2)), schedule.shortfall)
 
 
@@ -79,13 +82,12 @@ def write_survivors(
     slot: Int32[Array, ""] | int,
     k: Float[Array, "L T H d"],
     v: Float[Array, "L T H d"],
-    metric: Float[Array, "L H T"] | Observed,
+    scores: Scores | Float[Array, "L H T"],
     length: Int32[Array, ""] | int,
     keep_blocks: Int32[Array, ""] | int,
+    method: Method = PLAIN,
     *,
-    protected: Int32[Array, ""] | int = 0,
-    sinks: Int32[Array, ""] | int = 0,
-    method: Method | None = None,
+    artefacts: Artefacts = NOTHING,
 ) -> tuple[PagedCache, CompressReport, Bool[Array, ""]]:
     """Compress a prompt that stands in a contiguous scratch and write only what survives.
 
@@ -97,13 +99,11 @@ def write_survivors(
         slot: index of the sequence slot.
         k: keys of tokens 0 … T−1; those from `length` on are padding.
         v: values of the same tokens.
-        metric: eviction metric of each KV, or all that the method observed.
+        scores: what the method's scorer gave of all layers, or a metric of each KV.
         length: tokens of the prompt (≤ T).
         keep_blocks: the budget in blocks.
-        protected: newest token positions that are never evicted.
-        sinks: oldest token positions that are never evicted.
-        method: whose allocation, unit and scope decide (static); None for the globally cheapest
-            blocks.
+        method: as in `compress`.
+        artefacts: as in `compress`.
 
     Returns:
         The cache, what was evicted (G = 1), and ``ok``: False, and the cache unchanged, when the
@@ -115,45 +115,59 @@ def write_survivors(
     """
     b = cache.block_size
     num_layers, num_tokens, num_heads, _ = k.shape
+    heads = (num_layers, num_heads)
     given = jnp.asarray(length, jnp.int32)
     empty = cache.seq_len[slot] == 0
     length = jnp.clip(given, 0, num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    heads = (num_layers, num_heads)
     context_len = jnp.broadcast_to(length, heads)
-    observed = metric if isinstance(metric, Observed) else Observed(metric)
-    metric = observed.metric
-    owned = jnp.sum(blocks_for(context_len, b))
-    evict = jnp.maximum(0, owned - jnp.maximum(keep_blocks, 0))
-    plan = Plan.of(method, *heads, b, owned - evict, length, protected)
-    position = jnp.broadcast_to(token, metric.shape)
-    keys, raw = method_keys(
-        method, metric, position, context_len, context_len, plan.protected, sinks
+    if not isinstance(scores, Scores):
+        scores = Scores(scores)
+    owned = blocks_for(context_len, b)
+    keep = jnp.minimum(jnp.sum(owned), jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0))
+    budget = Budget.of(keep, length, method.protected, method.protected_share, (*heads, b))
+    position = jnp.broadcast_to(token, scores.metric.shape)
+    order, single = eviction_scores(
+        method, scores.metric, scores.state, position, context_len, context_len, budget.protected
     )
-    shares = jax.vmap(lambda k, t: head_shares(method, k, t, plan.protected))(keys, plan.tokens)
-    padded = jnp.pad(keys, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
-    blocks, count, threshold, shortfall = choose_blocks(
-        method, block_prices(padded, context_len, b), shares, plan.tokens, context_len, evict, b
-    )
-    held_k = jnp.swapaxes(k, 1, 2) if method is not None and method.needs_keys else None
+    layer = jnp.arange(num_layers, dtype=jnp.int32)
+    shares = jax.vmap(lambda s, l: method.allocator.shares(s, l, budget, artefacts))(order, layer)
+    padded = jnp.pad(order, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
+    same = method.selector.scope == "layer"
+    costs = BlockCosts(block_costs(padded, context_len, b), owned, shares, same)
+    blocks, count, threshold, shortfall = decide(method, costs, context_len, budget, artefacts)
+    held_k = jnp.swapaxes(k, 1, 2) if method.selector.needs_keys else None
     evicted = evicted_kvs(
-        method, keys, raw, position, context_len, count, threshold, observed.votes, held_k
+        method.selector,
+        Candidates(
+            order, single, position, context_len, count, threshold, scores.query_heads, held_k
+        ),
     )
     kept = ~evicted & (token < length)
+    if method.merger is not None:
+        k_rows, v_rows = method.merger.fold(
+            jnp.swapaxes(k, 1, 2),
+            jnp.swapaxes(v, 1, 2),
+            position,
+            order,
+            evicted & (token < length),
+            kept,
+        )
+        k = jnp.swapaxes(k_rows, 1, 2).astype(k.dtype)
+        v = jnp.swapaxes(v_rows, 1, 2).astype(v.dtype)
     rank = jnp.where(kept, jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, num_tokens)
-    layer, head = jnp.arange(num_layers)[:, None, None], jnp.arange(num_heads)[:, None]
+    at, head = layer[:, None, None], jnp.arange(num_heads)[:, None]
     kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)
-    kept_index = kept_index.at[layer, head, rank].set(
-        jnp.broadcast_to(token, rank.shape), mode="drop"
-    )
+    kept_index = kept_index.at[at, head, rank].set(jnp.broadcast_to(token, rank.shape), mode="drop")
     cache, ok = write_prompt(
         cache,
         slot,
         k,
         v,
-        metric,
+        scores.metric,
         jnp.where(empty, given, -1),
         kept_index=kept_index,
         kept_len=length - count,
+        state=scores.state,
     )
     return cache, CompressReport(jnp.sum(blocks)[None], shortfall[None]), ok

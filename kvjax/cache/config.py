@@ -5,7 +5,7 @@ import dataclasses
 from kvjax.cache.budget import FLOOR_TOKENS, cache_cap
 from kvjax.cache.evict import MAX_KVS_PER_STEP
 from kvjax.cache.methods import Method, get_method
-from kvjax.cache.methods.base import MOST_WINDOW
+from kvjax.cache.policy.checks import MOST_WINDOW
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole
 from kvjax.errors import UserError
 
@@ -25,7 +25,8 @@ class CompressionConfig:
         UserError: a value has the wrong type or is out of range; one line that names it.
     """
 
-    method: str = "shared-reads"
+    method: str | Method = "shared-reads"
+    """A name, as `get_method` takes it, or a method of your own."""
     rate: float | None = None
     """Compression rate, from 1 on. The cap is as many whole blocks as hold fewer than 1/rate of
     the prompt's tokens, but no fewer tokens than `floor`: short prompts at high rates keep more
@@ -51,7 +52,7 @@ class CompressionConfig:
     """KVs sorted at once; more are split."""
 
     def __post_init__(self):
-        get_method(check_text("method", self.method, "the name of a method"))
+        as_method(self.method)
         if self.rate is not None:
             rate = check_number("rate", self.rate, 1)
             # As given where it is a plain number; it is compared and hashed.
@@ -81,18 +82,15 @@ class CompressionConfig:
     @property
     def resolved(self) -> Method:
         """The method with this configuration's overrides."""
-        method = get_method(self.method)
-        protected, observation = method.protected, method.observation
-        if self.window is not None and observation is not None:
-            if protected == observation.window:
+        method = as_method(self.method)
+        protected, scorer = method.protected, method.scorer
+        if self.window is not None and hasattr(scorer, "with_window"):
+            if protected == scorer.window:  # type: ignore[union-attr]
                 protected = self.window
-            reads = observation.reads
-            if reads is not None and reads.queries > self.window:
-                reads = dataclasses.replace(reads, queries=self.window)
-            observation = dataclasses.replace(observation, window=self.window, reads=reads)
+            scorer = scorer.with_window(self.window)  # type: ignore[union-attr]
         return dataclasses.replace(
             method,
-            observation=observation,
+            scorer=scorer,
             protected=protected if self.protected is None else self.protected,
             protected_share=method.protected_share if self.protected is None else 0.0,
             sinks=method.sinks if self.sinks is None else self.sinks,
@@ -103,7 +101,7 @@ class CompressionConfig:
         """Whether there is a size to compress to: a method that evicts, and a rate above 1 or a
         cap."""
         sized = self.max_cache_tokens is not None or (self.rate is not None and self.rate > 1)
-        return sized and get_method(self.method).compresses
+        return sized and as_method(self.method).compresses
 
     def cap(self, prompt_len: int, block_size: int) -> int | None:
         """Cache tokens that a sequence with such a prompt may keep; None for all of them.
@@ -131,7 +129,7 @@ class CompressionConfig:
 
         It is above `rate` by what the cap is rounded down to whole blocks, and below it where the
         floor holds. What cannot be evicted, and a method that overruns its cap
-        (`Allocation.exact`), make the cache larger still.
+        (`Allocator.overruns`), make the cache larger still.
 
         Raises:
             UserError: the cap is smaller than what the method protects.
@@ -140,3 +138,14 @@ class CompressionConfig:
         if cap is None:
             return 1.0
         return max(1.0, prompt_len / (-(-cap // block_size) * block_size))
+
+
+def as_method(method: str | Method) -> Method:
+    """A method, or the one of that name.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if isinstance(method, Method):
+        return method
+    return get_method(check_text("method", method, "the name of a method"))

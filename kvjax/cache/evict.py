@@ -2,26 +2,29 @@
 
 Source: KV-Compress, section 4.2.2, equations 13–18. A head that gives up e blocks loses its
 a + (e−1)·b smallest metrics, where a = context_len mod b (b if that is 0): the first block to go
-is the ragged one. So the price of a head's e-th block is its (a + (e−1)·b)-th smallest metric, and
+is the ragged one. So the cost of a head's e-th block is its (a + (e−1)·b)-th smallest metric, and
 a sequence gives up its cheapest blocks over all layers and heads. Protected, sink and unwritten
 KVs cost +inf, and a head keeps its last block (equation 16).
 """
 
 import dataclasses
-from functools import partial
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.allocate import Plan, choose_blocks, head_shares
-from kvjax.cache.keys import method_keys
-from kvjax.cache.methods.base import Method
 from kvjax.cache.paged import PagedCache, blocks_for, valid_slots
-from kvjax.cache.prices import block_prices
-from kvjax.cache.representatives import evicted_kvs
+from kvjax.cache.policy.allocate import BlockCosts, Budget
+from kvjax.cache.policy.block_cost import block_costs, given_up
+from kvjax.cache.policy.method import PLAIN, Method
+from kvjax.cache.policy.score import Artefacts
+from kvjax.cache.policy.select import Candidates, evictable_kvs, evicted_kvs
 
+NOTHING: Artefacts = MappingProxyType({})
+"""No calibrated arrays."""
 MAX_KVS_PER_STEP = 5_000_000
 """KVs whose metrics are sorted at once; more are sorted in several rounds, none is left out."""
 
@@ -45,9 +48,9 @@ class EvictionSchedule:
     shortfall: Int32[Array, " G"]
     """Blocks that were asked for but are not evictable."""
     protected: Int32[Array, " G"]
-    """Newest token positions that stay."""
-    sinks: Int32[Array, ""]
-    """Oldest token positions that stay."""
+    """Newest token positions that stay, by the method and the budget."""
+    method: Method
+    """What it was decided by."""
 
 
 def head_rows(
@@ -63,32 +66,76 @@ def head_rows(
     return table, context_len, jnp.broadcast_to(seq_len[:, None], context_len.shape)
 
 
-class RowKeys(NamedTuple):
+class RowScores(NamedTuple):
     """What decides about the KVs of some (slot, layer) pairs, by logical index, T = M·b."""
 
-    keys: Float[Array, "R H T"]
-    raw: Float[Array, "R H T"]
-    """The keys before a method's pages were joined."""
+    scores: Float[Array, "R H T"]
+    single: Float[Array, "R H T"]
+    """The scores before a method's pages were joined."""
     position: Int32[Array, "R H T"]
 
 
-def row_keys(
-    metric: Float[Array, "N b"],
-    position: Int32[Array, "N b"],
+def row_scores(
+    method: Method,
+    numbers: tuple[Float[Array, "N b"], Int32[Array, "N b"], Mapping[str, Num[Array, "N b w"]]],
     rows: tuple[Int32[Array, "R H M"], Int32[Array, "R H"], Int32[Array, "R H"]],
     protected: Int32[Array, " R"],
-    sinks: Int32[Array, ""] | int,
-    method: Method | None = None,
-) -> RowKeys:
-    """`method_keys` of some (slot, layer) pairs."""
+) -> RowScores:
+    """`eviction_scores` of some (slot, layer) pairs.
+
+    Args:
+        method: the method.
+        numbers: pools of metrics, positions and planes.
+        rows: from `head_rows`.
+        protected: newest token positions of each pair that stay.
+    """
     table, context_len, seq_len = rows
-    pages = (*table.shape[:2], table.shape[2] * metric.shape[1])
-    position = position.at[table].get(mode="fill", fill_value=-1).reshape(pages)
-    metric = metric.at[table].get(mode="fill", fill_value=0).reshape(pages)
-    keys, raw = method_keys(
-        method, metric, position, context_len, seq_len, protected[:, None], sinks
+    shape = (*table.shape[:2], -1)
+    metric, position, state = numbers
+    position = position.at[table].get(mode="fill", fill_value=-1).reshape(shape)
+    metric = metric.at[table].get(mode="fill", fill_value=0).reshape(shape)
+    state = {
+        plane.name: state[plane.name]
+        .at[table]
+        .get(mode="fill", fill_value=0)
+        .reshape(*position.shape, plane.width)
+        for plane in method.planes
+        if plane.name in state
+    }
+    scores, single = eviction_scores(
+        method, metric, state, position, context_len, seq_len, protected[:, None]
     )
-    return RowKeys(keys, raw, position)
+    return RowScores(scores, single, position)
+
+
+def eviction_scores(
+    method: Method,
+    metric: Float[Array, "*rows H T"],
+    state: Mapping[str, Num[Array, "*rows H T w"]],
+    position: Int32[Array, "*rows H T"],
+    context_len: Int32[Array, "*rows H"],
+    seq_len: Int32[Array, "*rows H"],
+    protected: Int32[Array, "..."] | int,
+) -> tuple[Float[Array, "*rows H T"], Float[Array, "*rows H T"]]:
+    """The scores by which KVs are evicted, +inf where a KV may not be (`evictable_kvs`).
+
+    The second axis from the right holds the heads of one layer. Returns the scores, and the same
+    before a method's pages were joined.
+
+    Args:
+        method: the method.
+        metric: metric of each KV by logical index.
+        state: further numbers of each KV, by the names of its planes.
+        position: token position of each.
+        context_len: KVs that each head holds.
+        seq_len: tokens that the sequence of each head has seen.
+        protected: newest token positions that stay.
+    """
+    evictable = evictable_kvs(metric, position, context_len, seq_len, protected, method.sinks)
+    rank = metric
+    if method.scorer is not None:
+        rank = method.scorer.rank(metric, state, position, seq_len)
+    return method.selector.eviction_scores(rank, evictable, position)
 
 
 def row_batches(
@@ -110,14 +157,38 @@ def row_batches(
     return slot, row % num_layers, group
 
 
+class Decision(NamedTuple):
+    """What each head of a sequence gives up; see `EvictionSchedule`."""
+
+    blocks: Int32[Array, "L H"]
+    count: Int32[Array, "L H"]
+    threshold: Float[Array, "L H"]
+    shortfall: Int32[Array, ""]
+
+
+def decide(
+    method: Method,
+    costs: BlockCosts,
+    context_len: Int32[Array, "L H"],
+    budget: Budget,
+    artefacts: Artefacts,
+) -> Decision:
+    """Split a budget by the costs of blocks; what a head cannot give up it keeps."""
+    kept = method.allocator.split(costs, budget, artefacts)
+    kept = jnp.clip(kept, costs.least, costs.owned)
+    blocks = costs.owned - kept
+    count, threshold = given_up(costs.cost, blocks, context_len, budget.block_size)
+    over = jnp.sum(kept) - method.allocator.allowed(budget, artefacts)
+    return Decision(blocks, count, threshold, jnp.maximum(over, 0))
+
+
 def schedule_evictions(
     cache: PagedCache,
     slots: Int32[Array, " G"],
     evict: Int32[Array, " G"],
+    method: Method = PLAIN,
     *,
-    protected: Int32[Array, "*G"] | int = 0,
-    sinks: Int32[Array, ""] | int = 0,
-    method: Method | None = None,
+    artefacts: Artefacts = NOTHING,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
 ) -> EvictionSchedule:
     """Decide which blocks some sequences give up. Changes nothing.
@@ -126,50 +197,51 @@ def schedule_evictions(
         cache: the cache.
         slots: sequence slots to compress; each at most once. Slots out of range are passed over.
         evict: blocks that each of them shall give up.
-        protected: the newest token positions that stay, of each sequence or of all.
-        sinks: the oldest token positions that stay.
-        method: whose allocation, unit and scope decide (static); None for the globally cheapest
-            blocks.
+        method: what decides, and what stays whatever is decided; by default the globally cheapest
+            blocks go and nothing is protected.
+        artefacts: calibrated arrays, if the method reads any.
         max_kvs_per_step: KVs sorted at once (static); bounds the temporaries, never the result.
     """
     slots = valid_slots(cache, slots)
-    num_layers, num_heads = cache.num_layers, cache.num_kv_heads
+    shape = (cache.num_layers, cache.num_kv_heads, cache.block_size)
     context_len = cache.context_len.at[slots].get(mode="fill", fill_value=0)
     seq_len = cache.seq_len.at[slots].get(mode="fill", fill_value=0)
     evict = jnp.maximum(jnp.asarray(evict, jnp.int32), 0)
-    keep = jnp.sum(blocks_for(context_len, cache.block_size), axis=(1, 2)) - evict
-    plan = jax.vmap(
-        lambda k, s, p: Plan.of(method, num_layers, num_heads, cache.block_size, k, s, p)
-    )(keep, seq_len, jnp.broadcast_to(jnp.asarray(protected, jnp.int32), slots.shape))
+    owned = blocks_for(context_len, cache.block_size)
+    budgets = jax.vmap(lambda k, s, p: Budget.of(k, s, p, method.protected_share, shape))(
+        jnp.sum(owned, axis=(1, 2)) - evict,
+        seq_len,
+        jnp.broadcast_to(jnp.asarray(method.protected, jnp.int32), slots.shape),
+    )
 
-    def prices_of(batch):
+    def costs_of(batch):
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
-        guard = plan.protected[group]
-        keys = row_keys(cache.metric, cache.position, rows, guard, sinks, method).keys
-        shares = jax.vmap(lambda k, base, p: head_shares(method, k, base, p))(
-            keys, plan.tokens[group, layer], guard
+        budget = jax.tree.map(lambda x: x[group], budgets)
+        numbers = (cache.metric, cache.position, cache.state)
+        scores = row_scores(method, numbers, rows, budget.protected).scores
+        shares = jax.vmap(lambda s, l, b: method.allocator.shares(s, l, b, artefacts))(
+            scores, layer, budget
         )
-        return block_prices(keys, rows[1], cache.block_size), shares
+        return block_costs(scores, rows[1], cache.block_size), shares
 
     slot, layer, group = row_batches(cache, slots, max_kvs_per_step)
-    shape = (slots.shape[0], num_layers, num_heads)
+    heads = (slots.shape[0], *shape[:2])
 
     def by_group(x):
-        return x.reshape(-1, *x.shape[2:])[: shape[0] * shape[1]].reshape(*shape, *x.shape[3:])
+        return x.reshape(-1, *x.shape[2:])[: heads[0] * heads[1]].reshape(*heads, *x.shape[3:])
 
-    prices, shares = jax.tree.map(by_group, jax.lax.map(prices_of, (slot, layer, group)))
-    blocks, count, threshold, shortfall = jax.vmap(
-        partial(choose_blocks, method, block_size=cache.block_size)
-    )(prices, shares, plan.tokens, context_len, evict)
-    return EvictionSchedule(
-        slots, blocks, count, threshold, shortfall, plan.protected, jnp.asarray(sinks, jnp.int32)
-    )
+    cost, shares = jax.tree.map(by_group, jax.lax.map(costs_of, (slot, layer, group)))
+    same = method.selector.scope == "layer"
+    decided = jax.vmap(
+        lambda c, o, s, n, b: decide(method, BlockCosts(c, o, s, same), n, b, artefacts)
+    )(cost, owned, shares, context_len, budgets)
+    return EvictionSchedule(slots, *decided, budgets.protected, method)
 
 
 def row_evictions(
-    method: Method | None,
-    row: RowKeys,
+    method: Method,
+    row: RowScores,
     context_len: Int32[Array, "R H"],
     count: Int32[Array, "R H"],
     threshold: Float[Array, "R H"],
@@ -178,24 +250,22 @@ def row_evictions(
 ) -> Bool[Array, "R H T"]:
     """The KVs of some (slot, layer) pairs that go, by logical index."""
     held_k = None
-    if method is not None and method.needs_keys:
-        held_k = k.at[table].get(mode="fill", fill_value=0).reshape(*row.keys.shape, -1)
-    return evicted_kvs(
-        method, row.keys, row.raw, row.position, context_len, count, threshold, k=held_k
-    )
+    if method.selector.needs_keys:
+        held_k = k.at[table].get(mode="fill", fill_value=0).reshape(*row.scores.shape, -1)
+    of = Candidates(row.scores, row.single, row.position, context_len, count, threshold, k=held_k)
+    return evicted_kvs(method.selector, of)
 
 
-def eviction_mask(
-    cache: PagedCache, schedule: EvictionSchedule, method: Method | None = None
-) -> Bool[Array, "G L H T"]:
+def eviction_mask(cache: PagedCache, schedule: EvictionSchedule) -> Bool[Array, "G L H T"]:
     """The KVs that a schedule evicts, by logical index (T = M·b)."""
     groups, num_layers, num_heads = schedule.count.shape
     slot = jnp.repeat(schedule.slots, num_layers)
     layer = jnp.tile(jnp.arange(num_layers, dtype=jnp.int32), groups)
     rows = head_rows(cache, slot, layer)
     guard = jnp.repeat(schedule.protected, num_layers)
-    found = row_keys(cache.metric, cache.position, rows, guard, schedule.sinks, method)
+    numbers = (cache.metric, cache.position, cache.state)
+    found = row_scores(schedule.method, numbers, rows, guard)
     flat = (groups * num_layers, num_heads)
     count, threshold = schedule.count.reshape(flat), schedule.threshold.reshape(flat)
-    mask = row_evictions(method, found, rows[1], count, threshold, cache.k, rows[0])
+    mask = row_evictions(schedule.method, found, rows[1], count, threshold, cache.k, rows[0])
     return mask.reshape(*schedule.count.shape, -1)

@@ -8,18 +8,19 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.evict import (
     MAX_KVS_PER_STEP,
     EvictionSchedule,
+    RowScores,
     head_rows,
     row_batches,
     row_evictions,
-    row_keys,
+    row_scores,
 )
-from kvjax.cache.methods.base import Method
 from kvjax.cache.paged import PagedCache, blocks_for, drop_blocks
+from kvjax.cache.policy.merge import Merger
 from kvjax.kernels import move_kvs
 
 
@@ -54,28 +55,28 @@ def move_cache(
     cache: PagedCache,
     schedule: EvictionSchedule,
     *,
-    method: Method | None = None,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
 ) -> PagedCache:
     """Carry out a schedule: survivors move into the holes, the emptied tail blocks become free.
 
-    Keys, values, metrics and positions move together and in place. `schedule` must have been made
-    from this cache, with the same `method` (static). `max_kvs_per_step` (static) bounds the
-    temporaries, never the result.
+    Keys, values and all numbers of a KV move together and in place; a method's merger folds what
+    goes into what stays before. `schedule` must have been made from this cache. `max_kvs_per_step`
+    (static) bounds the temporaries, never the result.
     """
-    b, n = cache.block_size, cache.num_blocks
+    b, n, method = cache.block_size, cache.num_blocks, schedule.method
 
     def move_rows(pools, batch):
-        k, v, metric, position = pools
+        k, v, numbers = pools
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         table, context_len, _ = rows
-        guard = schedule.protected[group]
-        found = row_keys(metric, position, rows, guard, schedule.sinks, method)
+        found = row_scores(method, numbers, rows, schedule.protected[group])
         in_range = (slot < cache.num_slots)[:, None]
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
         threshold = schedule.threshold[group, layer]
         evicted = row_evictions(method, found, context_len, evictions, threshold, k, table)
+        if method.merger is not None:
+            k, v = _merged(method.merger, k, v, table, found, evicted, context_len)
         source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
@@ -92,14 +93,43 @@ def move_cache(
             values = pool.at[source // b, source % b].get(mode="fill", fill_value=0)
             return pool.at[to_block, target % b].set(values, mode="drop")
 
-        return (k, v, moved(metric), moved(position)), None
+        return (k, v, jax.tree.map(moved, numbers)), None
 
     # Gathered keys and values are d times the size of a metric: keep them far below the pool.
     step = min(max_kvs_per_step, n * b // 32)
     batches = row_batches(cache, schedule.slots, step)
-    pools, _ = jax.lax.scan(move_rows, (cache.k, cache.v, cache.metric, cache.position), batches)
-    cache = dataclasses.replace(cache, k=pools[0], v=pools[1], metric=pools[2], position=pools[3])
+    numbers = (cache.metric, cache.position, cache.state)
+    (k, v, (metric, position, state)), _ = jax.lax.scan(
+        move_rows, (cache.k, cache.v, numbers), batches
+    )
+    cache = dataclasses.replace(cache, k=k, v=v, metric=metric, position=position, state=state)
     return _free_tails(cache, schedule)
+
+
+def _merged(
+    merger: Merger,
+    k: Float[Array, "N b d"],
+    v: Float[Array, "N b d"],
+    table: Int32[Array, "R H M"],
+    found: RowScores,
+    evicted: Bool[Array, "R H T"],
+    context_len: Int32[Array, "R H"],
+) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
+    """The pools with what goes from some (slot, layer) pairs folded into what stays there."""
+    pages = (*table.shape, k.shape[1], k.shape[2])
+    held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
+
+    def rows_of(pool):
+        return pool.at[table].get(mode="fill", fill_value=0).reshape(*evicted.shape, -1)
+
+    folded = merger.fold(
+        rows_of(k), rows_of(v), found.position, found.scores, evicted & held, held & ~evicted
+    )
+    k, v = (
+        pool.at[table].set(rows.reshape(pages).astype(pool.dtype), mode="drop")
+        for pool, rows in zip((k, v), folded)
+    )
+    return k, v
 
 
 def _free_tails(cache: PagedCache, schedule: EvictionSchedule) -> PagedCache:

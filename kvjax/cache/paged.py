@@ -9,16 +9,35 @@ dimension, M blocks a head can own at most.
 """
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
 from kvjax.kernels.checks import wanted
 
 UNWRITTEN = -1
 """Token position of a KV slot that nothing was written to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """One more number (or `width` of them) per KV, beside its metric and its position.
+
+    It begins at 0, moves with its KV, and goes with its block.
+    """
+
+    name: str
+    dtype: str = "float32"
+    width: int = 1
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes per KV."""
+        return np.dtype(self.dtype).itemsize * self.width
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -45,6 +64,9 @@ class PagedCache:
     seq_len: Int32[Array, " S"]
     """Tokens that each sequence has seen: the position of its next token."""
     free: Bool[Array, " N"]
+    state: dict[str, Num[Array, "N b w"]] = dataclasses.field(default_factory=dict)
+    """Further numbers of each KV, by the names of the planes that methods declare; 0 where
+    unwritten."""
 
     @property
     def num_slots(self) -> int:
@@ -77,8 +99,9 @@ class PagedCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys, values and 8 bytes of metadata per KV."""
-        return self.block_size * (2 * self.head_dim * self.k.dtype.itemsize + 8)
+        """Bytes of one block: keys, values, 8 bytes of metadata per KV, and the planes."""
+        pools = (self.k, self.v, self.metric, self.position, self.state)
+        return sum(x.size // x.shape[0] * x.dtype.itemsize for x in jax.tree.leaves(pools))
 
 
 def init_cache(
@@ -91,13 +114,22 @@ def init_cache(
     max_blocks_per_head: int,
     block_size: int = 16,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    planes: Iterable[Plane] = (),
 ) -> PagedCache:
-    """An empty cache of ``num_blocks`` blocks.
+    """An empty cache of ``num_blocks`` blocks, with room for the planes that methods declare.
 
     Raises:
         ValueError: a size is not a positive integer.
     """
-    sizes = {name: value for name, value in locals().items() if name != "dtype"}
+    sizes = {
+        "num_slots": num_slots,
+        "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "num_blocks": num_blocks,
+        "max_blocks_per_head": max_blocks_per_head,
+        "block_size": block_size,
+    }
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name}: got {value}, wanted at least 1")
@@ -112,6 +144,7 @@ def init_cache(
         context_len=jnp.zeros(heads, jnp.int32),
         seq_len=jnp.zeros(num_slots, jnp.int32),
         free=jnp.ones(num_blocks, bool),
+        state={plane.name: jnp.zeros((*pool[:2], plane.width), plane.dtype) for plane in planes},
     )
 
 
@@ -133,21 +166,21 @@ def _nth_free(free: Bool[Array, " N"], rank: Int[Array, "*dims"]) -> Int32[Array
 
 def _claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
     """Take blocks from the free mask; whatever a former owner left in their metadata goes."""
-    return dataclasses.replace(
-        cache,
-        free=cache.free.at[ids].set(False, mode="drop"),
-        metric=cache.metric.at[ids].set(0.0, mode="drop"),
-        position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
-    )
+    return _cleared(cache, ids, free=False)
 
 
 def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
     """Give blocks back to the free mask and clear their metadata; ids of N are passed over."""
+    return _cleared(cache, ids, free=True)
+
+
+def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"], *, free: bool) -> PagedCache:
     return dataclasses.replace(
         cache,
-        free=cache.free.at[ids].set(True, mode="drop"),
+        free=cache.free.at[ids].set(free, mode="drop"),
         metric=cache.metric.at[ids].set(0.0, mode="drop"),
         position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
+        state=jax.tree.map(lambda plane: plane.at[ids].set(0, mode="drop"), cache.state),
     )
 
 
@@ -204,6 +237,7 @@ def write_prompt(
     *,
     kept_index: Int32[Array, "L H P"] | None = None,
     kept_len: Int32[Array, "L H"] | None = None,
+    state: Mapping[str, Num[Array, "L H T w"]] | None = None,
 ) -> tuple[PagedCache, Bool[Array, ""]]:
     """Append consecutive prompt tokens, or only their survivors, to what a slot holds.
 
@@ -216,6 +250,8 @@ def write_prompt(
         length: how many of the tokens count (≤ T).
         kept_index: ascending indices of the tokens whose KVs are written; by default all of them.
         kept_len: how many entries of `kept_index` count, per head. Needs `kept_index`.
+        state: further numbers of each KV, for the planes of these names that the cache has; 0 in
+            the others.
 
     Returns:
         The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice, when
@@ -251,8 +287,12 @@ def write_prompt(
     new_len = jnp.where(good, new_len, (big_m + 1) * b)
     cache, table, ok = _grow(cache, cache.block_table[slot], old_len, new_len)
 
+    # Planes that nobody gives stay 0, as their blocks came.
+    state = {name: (state or {})[name] for name in cache.state if name in (state or {})}
+    written = {name: cache.state[name] for name in state}
+
     def write_tokens(pools, layer):
-        k_l, v_l, metric_l, index, first, count, table_l = layer
+        k_l, v_l, metric_l, state_l, index, first, count, table_l = layer
         rank = jnp.arange(index.shape[-1], dtype=jnp.int32)
         logical = first[:, None] + rank
         block = jnp.take_along_axis(table_l, jnp.minimum(logical // b, big_m - 1), axis=-1)
@@ -263,16 +303,18 @@ def write_prompt(
             v_l[index, head],
             jnp.take_along_axis(metric_l, index, axis=1),
             start + index,
+            {name: x[head, index] for name, x in state_l.items()},
         )
-        return tuple(
-            pool.at[block, logical % b].set(row.astype(pool.dtype), mode="drop")
-            for pool, row in zip(pools, rows, strict=True)
+        return jax.tree.map(
+            lambda pool, row: pool.at[block, logical % b].set(row.astype(pool.dtype), mode="drop"),
+            pools,
+            rows,
         ), None
 
     pools, _ = jax.lax.scan(
         write_tokens,
-        (cache.k, cache.v, cache.metric, cache.position),
-        (k, v, metric, kept_index, old_len, kept_len, table),
+        (cache.k, cache.v, cache.metric, cache.position, written),
+        (k, v, metric, state, kept_index, old_len, kept_len, table),
     )
     return dataclasses.replace(
         cache,
@@ -280,6 +322,7 @@ def write_prompt(
         v=pools[1],
         metric=pools[2],
         position=pools[3],
+        state={**cache.state, **pools[4]},
         block_table=cache.block_table.at[slot].set(table),
         context_len=cache.context_len.at[slot].set(jnp.where(ok, new_len, old_len)),
         seq_len=cache.seq_len.at[slot].add(jnp.where(ok, length, 0)),
@@ -331,13 +374,18 @@ def begin_append(
     block = jnp.take_along_axis(table, jnp.minimum(length // b, big_m - 1)[..., None], -1)[..., 0]
     block = jnp.where(grows, block, n)
     position = jnp.broadcast_to(cache.seq_len[:, None, None], length.shape)
+
+    def cleared(plane):
+        return plane.at[block, length % b].set(0, mode="drop")
+
     return dataclasses.replace(
         cache,
         block_table=table,
         context_len=length + grows,
         seq_len=cache.seq_len + grows[:, 0, 0],
-        metric=cache.metric.at[block, length % b].set(0.0, mode="drop"),
+        metric=cleared(cache.metric),
         position=cache.position.at[block, length % b].set(position, mode="drop"),
+        state=jax.tree.map(cleared, cache.state),
     ), ok
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from kvjax.checks import INT32_MAX, check_number, check_whole
+from kvjax.cache import Method
+from kvjax.cache.config import as_method
+from kvjax.checks import INT32_MAX, check_number, check_whole, shown
 from kvjax.errors import UserError
 
 
@@ -34,6 +36,9 @@ class EngineConfig:
 
     max_waiting: int | None = None
     """Most requests in the queue; more are refused. None for no limit."""
+    methods: tuple[str | Method, ...] = ()
+    """Methods that requests may bring beside the engine's own, where these keep further numbers
+    per KV: the pool has room only for those that are asked for."""
 
     def __post_init__(self):
         limits = {
@@ -51,6 +56,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 check_whole(name, value, least, most)
+        if not isinstance(self.methods, tuple):
+            raise UserError(
+                f"methods {shown(self.methods)}: give a tuple of methods or their names"
+            )
+        for method in self.methods:
+            as_method(method)
         check_number("memory_fraction", self.memory_fraction, 0, 1, above=True)
         if self.block_size & (self.block_size - 1):
             raise UserError(f"block_size {self.block_size}: give a power of two")

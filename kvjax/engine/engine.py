@@ -12,8 +12,10 @@ from typing import cast
 import jax
 import numpy as np
 
-from kvjax.cache.methods import METHODS, Method
+from kvjax.cache.policy import DecodeRule, Method
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.decode import DecodeReport
+from kvjax.engine.insert import InsertReport
 from kvjax.engine.intake import Intake, Owner
 from kvjax.engine.metrics import EngineMetrics
 from kvjax.engine.outbox import Outbox
@@ -31,7 +33,6 @@ from kvjax.engine.scheduler import (
     Scheduler,
 )
 from kvjax.engine.text import RequestText
-from kvjax.engine.visits import StartReport, VisitReport
 from kvjax.engine.worker import PromptJob, Worker, num_top
 from kvjax.errors import in_one_line
 from kvjax.models.tokenizer import Tokenizer
@@ -59,9 +60,9 @@ class Engine:
         self.metrics = EngineMetrics(num_blocks)
         self.intake, self.owner = Intake(config.max_waiting), Owner()
         self.outbox = Outbox(self.intake, self.metrics, clock)
-        self._starts: list[tuple[PromptJob, StartReport]] = []
+        self._starts: list[tuple[PromptJob, InsertReport]] = []
         """Prompts that were put into their slots, and what the device will say of it."""
-        self._loops: list[tuple[Decode, VisitReport]] = []
+        self._loops: list[tuple[Decode, DecodeReport]] = []
         """Decode steps that were dispatched, likewise."""
         self._heads = worker.model.num_layers * worker.model.num_kv_heads
         self._on_cpu = jax.default_backend() == "cpu"
@@ -211,20 +212,19 @@ class Engine:
         # On CPUs a dispatch waits for its inputs anyway; this way the time has the right name.
         wait = jax.block_until_ready if self._on_cpu else lambda x: x
         with self._phase("prefill"):
-            wait(job.scores)
+            wait(job.logits)
         with self._phase("compress"):
-            report = wait(self.worker.start(job, request.slot, num_top([request])))
+            report = wait(self.worker.insert(job, request.slot, num_top([request])))
         self._starts.append((job, report))
 
-    def _decode(self, decode: Decode) -> list[tuple[Decode, VisitReport]]:
+    def _decode(self, decode: Decode) -> list[tuple[Decode, DecodeReport]]:
         """Decode some requests together; one by one where that raises, to see whose fault it is."""
         requests = decode.requests
-        observing = [r.method for r in requests if r.rule is not None]
         try:
-            report = self.worker.visit(
+            report = self.worker.decode(
                 [r.slot for r in requests if r.slot is not None],
                 decode.steps,
-                observing[0] if observing else METHODS["full"],
+                cast(DecodeRule | None, decode.rule),
                 num_top(requests),
             )
         except Exception as error:
@@ -280,7 +280,7 @@ class Engine:
         (starts, self._starts), (loops, self._loops) = (self._starts, []), (self._loops, [])
         if starts:
             with self._phase("prefill"):
-                jax.block_until_ready([job.scores for job, _ in starts])
+                jax.block_until_ready([job.logits for job, _ in starts])
             with self._phase("compress"):
                 jax.block_until_ready([started.ok for _, started in starts])
         with self._phase("decode"):
@@ -299,7 +299,7 @@ class Engine:
         short = [decode for (decode, _), report in zip(loops, reports) if not report.ok]
         self._run(self.scheduler.settle(short, progress))
 
-    def _note_start(self, request: Request, started: StartReport, now: float) -> None:
+    def _note_start(self, request: Request, started: InsertReport, now: float) -> None:
         """What became of a prompt that was put into its slot."""
         if not started.ok:
             self._run(self.scheduler.refuse(request, int(started.freed)))
@@ -314,13 +314,13 @@ class Engine:
             stats.blocks_evicted_decoding = 0
         self.metrics.evicted(int(started.freed))
         self.metrics.prefilled(request.length)
-        scores = None
-        if started.scores is not None:
-            scores = jax.tree.map(lambda x: x[None], started.scores)
-        if request.note_tokens(np.asarray([started.token]), scores, 0):
+        log_probs = None
+        if started.log_probs is not None:
+            log_probs = jax.tree.map(lambda x: x[None], started.log_probs)
+        if request.note_tokens(np.asarray([started.token]), log_probs, 0):
             self.outbox.note(request)
 
-    def _note_loop(self, requests: Sequence[Request], report: VisitReport) -> bool:
+    def _note_loop(self, requests: Sequence[Request], report: DecodeReport) -> bool:
         """What decode steps did to some requests. Returns whether any has new tokens."""
         tokens = np.asarray(report.tokens)
         here = [column for column, request in enumerate(requests) if request.slot is not None]
@@ -331,7 +331,7 @@ class Engine:
         for column in here:
             request = requests[column]
             if request.finish_reason is None:
-                if request.note_tokens(tokens[:, column], report.scores, column):
+                if request.note_tokens(tokens[:, column], report.log_probs, column):
                     self.outbox.note(request)
                 if not report.active[column]:
                     self._stopped(request)

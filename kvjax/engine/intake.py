@@ -17,7 +17,6 @@ from kvjax.cache.methods import Method
 from kvjax.engine.interrupts import held
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.text import RequestText
-from kvjax.engine.worker import decode_rule
 from kvjax.errors import UserError
 
 
@@ -90,7 +89,7 @@ class Intake:
             UserError: its id is in use, too many wait, or what decode steps add to its metrics is
                 not what they add to those of an open request.
         """
-        rule = decode_rule(request.method)
+        rule = request.method.decode
         with held(), self._lock:
             if request.id in self.open or request.id in self._outbox:
                 raise UserError(f"request id {request.id!r} is in use: give another")
@@ -98,7 +97,7 @@ class Intake:
             if most is not None and waiting + len(self._new) >= most:
                 raise UserError(f"{most} requests are waiting, which is max_waiting: come later")
             for other in self.methods:
-                if rule is not None and decode_rule(other) not in (None, rule):
+                if rule is not None and other.decode not in (None, rule):
                     raise UserError(
                         f"method {request.method.name} observes decode steps in another way than "
                         f"{other.name}, which is running: wait for it, or use two engines"

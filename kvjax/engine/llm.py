@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import os
 import time
 import warnings
 from collections import deque
@@ -10,9 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.calibration import Calibration
+from kvjax.cache.config import as_method
 from kvjax.cache.methods import METHODS
 from kvjax.checks import check_number, check_text, check_whole, shown
 from kvjax.engine.config import EngineConfig
@@ -22,9 +26,10 @@ from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.request import Request, RequestOutput, RequestStats
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
-from kvjax.engine.worker import Worker, decode_rule
+from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
+from kvjax.models.fingerprint import model_hash
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -54,6 +59,7 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         cache_dtype: jax.typing.DTypeLike | None = None,
+        calibration: Calibration | str | os.PathLike[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Plan the memory and make an empty cache.
@@ -63,18 +69,22 @@ class LLM:
             compression: settings of requests that bring none; by default nothing is evicted.
             config: sizes.
             cache_dtype: of the pool; by default that of the weights.
+            calibration: arrays for methods that read them, or the file that holds them.
             clock: seconds, for statistics.
 
         Raises:
-            UserError: what is asked for does not fit the device's memory, with the numbers.
+            UserError: what is asked for does not fit the device's memory, with the numbers; the
+                calibration is no such file, or of another model.
         """
         self.model = load_model(model) if isinstance(model, str) else model
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
         self.max_len = self.config.max_len or self.model.config.max_position_embeddings
         weights_dtype = jax.tree.leaves(self.model.params)[0].dtype
+        methods = (self.compression.method, *self.config.methods)
+        planes = dict.fromkeys(plane for method in methods for plane in as_method(method).planes)
         self.plan: MemoryPlan = plan_memory(
-            self.model, self.config, self.max_len, cache_dtype or weights_dtype
+            self.model, self.config, self.max_len, cache_dtype or weights_dtype, tuple(planes)
         )
         self.worker = Worker(
             self.model.config,
@@ -84,12 +94,22 @@ class LLM:
             max_len=self.max_len,
             dtype=self.plan.cache_dtype,
             eos_ids=sorted(self.model.tokenizer.eos_ids),
+            planes=tuple(planes),
+            artefacts=None if calibration is None else self._artefacts(calibration),
         )
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
         self._order = itertools.count()
         self._warned: set[float] = set()
+
+    def _artefacts(self, calibration: Calibration | str | os.PathLike[str]) -> dict[str, jax.Array]:
+        """The arrays of a calibration on the device, if it is of this model."""
+        if not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration)
+        model = self.model
+        calibration.check(model_hash(model.config, model.params), model.config.num_layers)
+        return {name: jnp.asarray(array) for name, array in calibration.arrays.items()}
 
     @property
     def dead(self) -> str | None:
@@ -248,10 +268,10 @@ class LLM:
         method = compression.resolved if budget is not None else METHODS["full"]
         request = Request(
             name, order, tokens.astype(np.int32), sampling, compression, method, budget,
-            self.plan.heads, self.config.block_size, decode_rule(method),
+            self.plan.heads, self.config.block_size, method.decode,
         )  # fmt: skip
         request.stats.rate = compression.reached_rate(len(tokens), self.config.block_size)
-        self._check_window(request)
+        self._check_method(request)
         needs = request.blocks_to_finish(self.scheduler.chunk_in_pool(request))
         if needs > self.plan.num_blocks:
             size = -(-needs // self.plan.heads) * self.config.block_size
@@ -261,10 +281,22 @@ class LLM:
             )
         return request
 
-    def _check_window(self, request: Request) -> None:
-        method, window = request.method, None
-        if method.observation is not None:
-            window = method.observation.window
+    def _check_method(self, request: Request) -> None:
+        """Raise `UserError` where the engine lacks what the method needs."""
+        method = request.method
+        missing = [plane.name for plane in method.planes if plane.name not in self.worker.planes]
+        if missing:
+            raise UserError(
+                f"method {method.name} keeps {', '.join(missing)} of each KV; there is no room "
+                f"for it: give EngineConfig(methods=({method.name!r},))"
+            )
+        missing = [name for name in method.artefacts if name not in self.worker.artefacts]
+        if missing:
+            raise UserError(
+                f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "
+                "that has it"
+            )
+        window = getattr(method.scorer, "window", None)
         in_parts = request.length + request.remaining > self.config.prefill_chunk
         if window is not None and in_parts and self.config.prefill_chunk < 2 * window:
             raise UserError(

@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from kvjax.cache import CompressionConfig, budget_blocks
+from kvjax.cache import CompressionConfig, Plane, budget_blocks
 from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
 from kvjax.errors import UserError
@@ -23,7 +24,7 @@ class MemoryPlan:
 
     weights: int
     pool: int
-    """Keys, values and 8 bytes of metadata per KV."""
+    """Keys, values, 8 bytes of metadata and the planes of methods per KV."""
     tables: int
     """Block tables, context lengths, free mask and slot states."""
     scratch: int
@@ -55,7 +56,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: LoadedModel, config: EngineConfig, max_len: int, cache_dtype: jax.typing.DTypeLike
+    model: LoadedModel,
+    config: EngineConfig,
+    max_len: int,
+    cache_dtype: jax.typing.DTypeLike,
+    planes: Sequence[Plane] = (),
 ) -> MemoryPlan:
     """The pool that fits beside everything else.
 
@@ -64,6 +69,7 @@ def plan_memory(
         config: sizes; see `EngineConfig` for how the pool is sized.
         max_len: most tokens of a sequence.
         cache_dtype: of keys and values in the pool.
+        planes: further numbers per KV that the pool has room for.
 
     Raises:
         UserError: it does not fit, with the numbers.
@@ -74,9 +80,10 @@ def plan_memory(
     layers, kv_heads = shape.num_layers, shape.num_kv_heads
     heads, b, slots = layers * kv_heads, config.block_size, config.max_batch
     item = leaves[0].dtype.itemsize
-    block = b * (2 * shape.head_dim * dtype.itemsize + 8)
+    further = sum(plane.kv_bytes for plane in planes)
+    block = b * (2 * shape.head_dim * dtype.itemsize + 8 + further)
     # Beside keys and values up to three numbers of what was observed.
-    per_token = heads * (2 * shape.head_dim * item + 12)
+    per_token = heads * (2 * shape.head_dim * item + 12 + further)
     scratch_tokens = min(config.prefill_scratch, max_len)
     chunk = min(config.prefill_chunk, max_len)
     scratch = per_token * (scratch_tokens + chunk)

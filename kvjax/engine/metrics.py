@@ -134,7 +134,7 @@ class EngineMetrics:
         self._used.set(used)
         self._free.set(free)
         self._peak.set(self._peak_used)
-        self._compiled.set(len(worker.compilations))
+        self._compiled.set(len(worker.compiled.seconds))
         self._compile_seconds.set(worker.compile_seconds)
 
     def as_dict(self) -> dict[str, float]:

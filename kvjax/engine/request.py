@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 
 from kvjax.cache import CompressionConfig, budget_blocks
-from kvjax.cache.methods import Method
+from kvjax.cache.policy import Method
 from kvjax.checks import INT32_MAX
+from kvjax.engine.decode import LogProbs
 from kvjax.engine.sampling import SamplingParams
-from kvjax.engine.visits import TokenScores
 from kvjax.models.config import LlamaConfig
 
 FinishReason = Literal["eos", "stop", "length", "abort", "deadline", "pool", "error"]
@@ -127,12 +127,12 @@ class Request:
         self.since_compression = 0
         return slot
 
-    def note_tokens(self, tokens: np.ndarray, scores: TokenScores | None, column: int) -> bool:
+    def note_tokens(self, tokens: np.ndarray, log_probs: LogProbs | None, column: int) -> bool:
         """Take in the tokens [n] of some decode steps; −1 where it did not run.
 
         Args:
             tokens: the tokens.
-            scores: those of the whole batch, on the host.
+            log_probs: those of the whole batch, on the host.
             column: its own column of them.
 
         Returns:
@@ -143,11 +143,11 @@ class Request:
         for step in ran:
             token = int(tokens[step])
             self.tokens.append(token)
-            if wanted is None or scores is None:
+            if wanted is None or log_probs is None:
                 continue
-            ids, values = scores.top_ids[step, column], scores.top[step, column]
+            ids, values = log_probs.top_ids[step, column], log_probs.top[step, column]
             top = tuple((int(i), float(x)) for i, x in zip(ids[:wanted], values[:wanted]))
-            self.logprobs.append(TokenLogprobs(token, float(scores.chosen[step, column]), top))
+            self.logprobs.append(TokenLogprobs(token, float(log_probs.chosen[step, column]), top))
         self.since_compression += len(ran)
         return bool(len(ran))
 

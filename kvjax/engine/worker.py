@@ -6,34 +6,34 @@ sizes (prompt chunks, sequences in a visit, widths of block tables), each when i
 
 import dataclasses
 import functools
-import time
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.cache import PagedCache, free_blocks, init_cache
-from kvjax.cache.methods import METHODS, Method
-from kvjax.engine import steps, visits
+from kvjax.cache import PagedCache, Plane, free_blocks, init_cache
+from kvjax.cache.policy import DecodeRule, Method
+from kvjax.engine import decode, insert, prefill, reclaim
+from kvjax.engine.compilation import CompiledSteps, StepKey
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.decode import DecodeReport
+from kvjax.engine.insert import InsertReport
 from kvjax.engine.interrupts import released
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
-from kvjax.engine.visits import StartReport, VisitReport
 from kvjax.models.config import LlamaConfig
 
 # Engines of equal sizes share what is compiled here.
-_PREFILL = jax.jit(steps.prefill, static_argnums=(0, 1))
-_PART = jax.jit(visits.prefill_part, static_argnums=(0, 1), donate_argnums=3)
-_CHUNK = jax.jit(steps.prefill_chunk, static_argnums=(0, 1), donate_argnums=3)
-_START = jax.jit(visits.start_slot, static_argnums=0, donate_argnums=2)
-_ADMIT = jax.jit(visits.admit, static_argnums=(0, 1), donate_argnums=(2, 3))
-_VISIT = jax.jit(visits.decode_visit, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
-_COMPRESS = jax.jit(visits.compress_some, static_argnums=(0, 1, 2), donate_argnums=3)
-_EMPTY = jax.jit(visits.empty, donate_argnums=(0, 1))
+_PREFILL = jax.jit(prefill.prefill, static_argnums=(0, 1))
+_IN_SCRATCH = jax.jit(prefill.prefill_in_scratch, static_argnums=(0, 1), donate_argnums=4)
+_IN_POOL = jax.jit(prefill.prefill_in_pool, static_argnums=(0, 1), donate_argnums=4)
+_START = jax.jit(insert.start, static_argnums=0, donate_argnums=2)
+_INSERT = jax.jit(insert.insert, static_argnums=0, donate_argnums=(3, 4))
+_DECODE = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
+_COMPRESS = jax.jit(reclaim.compress_slots, static_argnums=(0, 1), donate_argnums=4)
+_EMPTY = jax.jit(reclaim.empty, donate_argnums=(0, 1))
 
 GRAIN = 128
 """Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
@@ -65,8 +65,9 @@ class PromptJob:
     in_pool: bool
     """Too long for the scratch: its chunks go to its slot at once, compressed in between."""
     done: int = 0
-    prompt: steps.PromptKV | None = None
-    scores: jax.Array | None = None
+    prompt: prefill.PromptKV | None = None
+    logits: jax.Array | None = None
+    """After the last chunk."""
     fits: jax.Array | None = None
     """Whether the pool had room for the last chunk; only with `in_pool`."""
 
@@ -91,11 +92,16 @@ class Worker:
         max_len: int,
         dtype: jax.typing.DTypeLike,
         eos_ids: Sequence[int] = (),
+        planes: Sequence[Plane] = (),
+        artefacts: Mapping[str, jax.Array] | None = None,
     ):
         self.model, self.params, self.config = model, params, config
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
-        self.compilations: dict[Hashable, float] = {}
-        """Seconds that each compiled step took to compile."""
+        self.artefacts = dict(artefacts or {})
+        """Calibrated arrays by name, for methods that read them."""
+        self.planes = tuple(plane.name for plane in planes)
+        """Further numbers per KV that the pool has room for."""
+        self.compiled = CompiledSteps()
         self._new_cache = functools.partial(
             init_cache,
             num_slots=config.max_batch,
@@ -106,12 +112,13 @@ class Worker:
             max_blocks_per_head=-(-max_len // config.block_size),
             block_size=config.block_size,
             dtype=dtype,
+            planes=tuple(planes),
         )
         self.cache: PagedCache = self._new_cache()
-        self.state = visits.init_slots(config.max_batch)
+        self.state = decode.init_slots(config.max_batch)
         slots, width = config.max_batch, self.cache.max_blocks
         if jax.default_backend() == "cpu":
-            self.visit_sizes = sizes_upto(slots, 1, 2)
+            self.decode_sizes = sizes_upto(slots, 1, 2)
             # Compressions are rare: fewer sizes, so that fewer are compiled.
             self.compress_sizes, self.compress_widths = (
                 sizes_upto(n, 1, 4) for n in (slots, width)
@@ -119,24 +126,14 @@ class Worker:
         else:
             # A decode step reads all weights whatever the batch, so rows without a sequence cost
             # little, and compiling for one more size costs much.
-            self.visit_sizes = sizes_upto(slots, 64, 4)
+            self.decode_sizes = sizes_upto(slots, 64, 4)
             self.compress_sizes, self.compress_widths = (slots,), sizes_upto(width, 16, 8)
-
-    def _run(self, key: Hashable, step: Any, *args: Any) -> Any:
-        """`step(*args)`, compiled at the first call of each key with a note of the time."""
-        if key not in self.compilations:
-            start = time.perf_counter()
-            # What is compiled here is what the call below finds.
-            with released():
-                step.lower(*args).compile()
-            self.compilations[key] = time.perf_counter() - start
-        return step(*args)
 
     def reset(self) -> None:
         """An empty cache and no running sequence; what compiled steps there are stay."""
         # Never two pools at once.
         self.cache = self.state = None  # type: ignore[assignment]
-        self.cache, self.state = self._new_cache(), visits.init_slots(self.config.max_batch)
+        self.cache, self.state = self._new_cache(), decode.init_slots(self.config.max_batch)
 
     def alive(self) -> bool:
         """Whether cache and slot states are still there: an error or an interruption in the middle
@@ -151,7 +148,7 @@ class Worker:
     @property
     def compile_seconds(self) -> float:
         """Seconds of compilation so far."""
-        return sum(self.compilations.values())
+        return sum(self.compiled.seconds.values())
 
     def free_blocks(self) -> int:
         """Blocks of the pool that nobody owns (waits for the device)."""
@@ -162,7 +159,7 @@ class Worker:
         tokens = request.all_tokens
         length, chunk = len(tokens), self.config.prefill_chunk
         in_pool = length > self.config.prefill_scratch
-        if request.method.votes and not in_pool:
+        if request.method.observer.query_heads and not in_pool:
             # What each query head sees is measured of whole prompts only.
             chunk = self.config.prefill_scratch
         parts = -(-length // chunk)
@@ -178,73 +175,79 @@ class Worker:
 
     def advance(self, job: PromptJob) -> None:
         """Run the next chunk of a job."""
-        size, method, bucket = job.next_chunk, job.request.method, self.chunk_bucket(job)
+        size, bucket = job.next_chunk, self.chunk_bucket(job)
+        observer = job.request.method.observer
+        if job.in_pool or len(job.chunks) > 1:
+            observer = observer.without_query_heads
         tokens = np.zeros(bucket, np.int32)
         tokens[:size] = job.tokens[job.done : job.done + size]
         length = np.int32(size)
+        common = (self.model, observer, self.params, self.artefacts)
         if job.in_pool:
             slot = np.int32(job.request.slot or 0)
-            self.cache, job.scores, job.fits = self._run(
-                ("chunk", method, bucket),
-                _CHUNK, self.model, method, self.params, self.cache, slot, tokens, length,
+            self.cache, job.logits, job.fits = self.compiled.run(
+                StepKey("prefill in pool", observer, (bucket,)),
+                _IN_POOL, *common, self.cache, slot, tokens, length,
             )  # fmt: skip
         elif len(job.chunks) == 1:
             # Takes long and nothing is lost with it.
             with released():
-                job.prompt, job.scores = self._run(
-                    ("prefill", method, bucket),
-                    _PREFILL, self.model, method, self.params, tokens, length,
-                )  # fmt: skip
+                job.prompt, job.logits = self.compiled.run(
+                    StepKey("prefill", observer, (bucket,)), _PREFILL, *common, tokens, length
+                )
         else:
             room = len(job.chunks) * bucket
             if job.prompt is None:
                 dtype = jax.tree.leaves(self.params)[0].dtype
-                job.prompt = visits.empty_prompt(self.model, room, dtype)
-            job.prompt, job.scores = self._run(
-                ("part", method, bucket, room),
-                _PART, self.model, method, self.params, job.prompt, tokens, length,
+                job.prompt = prefill.empty_prompt(self.model, observer, room, dtype)
+            job.prompt, job.logits = self.compiled.run(
+                StepKey("prefill in scratch", observer, (bucket, room)),
+                _IN_SCRATCH, *common, job.prompt, tokens, length,
             )  # fmt: skip
         job.done += size
 
-    def start(self, job: PromptJob, slot: int, num_top: int | None) -> StartReport:
+    def insert(self, job: PromptJob, slot: int, num_top: int | None) -> InsertReport:
         """Put what a finished job keeps into an empty slot, and let it decode."""
         request, cache = job.request, self.cache
-        assert job.scores is not None
-        start = visits.Start(
+        assert job.logits is not None
+        new = insert.Start(
+            np.int32(slot),  # type: ignore[arg-type]
+            job.logits,
             np.int32(request.remaining),  # type: ignore[arg-type]
             np.bool_(not request.sampling.ignore_eos),  # type: ignore[arg-type]
-            np.bool_(decode_rule(request.method) is not None),  # type: ignore[arg-type]
+            np.bool_(request.method.decode is not None),  # type: ignore[arg-type]
             sampling_row(request.sampling),
         )
         if job.in_pool:
-            self.state, report = self._run(
-                ("start", num_top),
-                _START, num_top, cache, self.state, np.int32(slot), job.scores, start,
-                self.eos_ids, job.fits,
+            assert job.fits is not None
+            self.state, report = self.compiled.run(
+                StepKey("start", num_top=num_top),
+                _START, num_top, cache, self.state, new, self.eos_ids, job.fits,
             )  # fmt: skip
             return report
         whole = not request.compressed_first
         keep = NO_BUDGET if whole else request.budget
         assert keep is not None
         assert job.prompt is not None
-        method = None if whole else request.method
+        method = None if whole else request.method.eviction
+        parts = None if method is None else method.parts
         room = job.prompt.k.shape[1]
-        self.cache, self.state, report = self._run(
-            ("admit", method, room, num_top),
-            _ADMIT, method, num_top, cache, self.state, np.int32(slot), job.prompt,
-            np.int32(keep), job.scores, start, self.eos_ids,
+        self.cache, self.state, report = self.compiled.run(
+            StepKey("insert", parts, (room,), num_top),
+            _INSERT, num_top, method, self.artefacts, cache, self.state, job.prompt,
+            np.int32(keep), new, self.eos_ids,
         )  # fmt: skip
         return report
 
-    def visit(
-        self, slots: Sequence[int], limit: int, method: Method, num_top: int | None
-    ) -> VisitReport:
+    def decode(
+        self, slots: Sequence[int], limit: int, rule: DecodeRule | None, num_top: int | None
+    ) -> DecodeReport:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding."""
-        group = fitting(len(slots), self.visit_sizes)
+        group = fitting(len(slots), self.decode_sizes)
         num_steps = self.config.steps_per_visit
-        self.cache, self.state, report = self._run(
-            ("visit", method, group, num_top),
-            _VISIT, self.model, method, num_steps, num_top, self.params, self.cache, self.state,
+        self.cache, self.state, report = self.compiled.run(
+            StepKey("decode", rule, (group,), num_top),
+            _DECODE, self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
             self._padded(slots, group), np.int32(min(limit, num_steps)), self.eos_ids,
         )  # fmt: skip
         return report
@@ -269,12 +272,14 @@ class Worker:
             longest: no head of theirs holds more KVs.
         """
         group = fitting(len(slots), self.compress_sizes)
+        method = method.eviction
         columns = fitting(-(-longest // self.config.block_size), self.compress_widths)
         keeps, stay = np.zeros((2, group), np.int32)
         keeps[: len(keep)], stay[: len(protected)] = keep, protected
-        self.cache, freed = self._run(
-            ("compress", method, most, columns, group),
-            _COMPRESS, method, most, columns, self.cache, self._padded(slots, group), keeps, stay,
+        self.cache, freed = self.compiled.run(
+            StepKey("compress", method.parts, (most, columns, group)),
+            _COMPRESS, most, columns, method, self.artefacts, self.cache,
+            self._padded(slots, group), keeps, stay,
         )  # fmt: skip
         return freed
 
@@ -282,7 +287,9 @@ class Worker:
         """Free everything that `slots` hold."""
         marked = np.zeros(self.config.max_batch, bool)
         marked[list(slots)] = True
-        self.cache, self.state = self._run("empty", _EMPTY, self.cache, self.state, marked)
+        self.cache, self.state = self.compiled.run(
+            StepKey("empty"), _EMPTY, self.cache, self.state, marked
+        )
 
     def warm_up(self, request: Request, num_top: int | None = None) -> None:
         """Compile every step that requests like this one need, by running each on nothing."""
@@ -292,10 +299,9 @@ class Worker:
             while job.next_chunk:
                 self.advance(job)
             # A slot that does not exist refuses the prompt.
-            self.start(job, outside, num_top)
-        method = request.method if decode_rule(request.method) else METHODS["full"]
-        for group in self.visit_sizes:
-            self.visit([outside] * group, 0, method, num_top)
+            self.insert(job, outside, num_top)
+        for group in self.decode_sizes:
+            self.decode([outside] * group, 0, request.method.decode, num_top)
         if request.budget is not None:
             most = request.compression.max_kvs_per_step
             for group in self.compress_sizes:
@@ -310,19 +316,6 @@ class Worker:
         padded = np.full(group, self.config.max_batch, np.int32)
         padded[: len(slots)] = slots
         return padded
-
-
-def decode_rule(method: Method) -> tuple | None:
-    """What decode steps do to the metrics of a method's sequences; None for nothing.
-
-    Sequences of one rule share a compiled step.
-    """
-    seen = method.observation
-    if seen is None or not (seen.accumulate or seen.intrinsic):
-        return None
-    if seen.intrinsic:
-        return seen.source, seen.seed
-    return seen.power, seen.decode_decay
 
 
 def num_top(requests: Sequence[Request]) -> int | None:

@@ -16,9 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import free_blocks, init_cache, release
-from kvjax.cache.methods import Method, Observation, get_method
-from kvjax.engine import steps, visits
+from kvjax.cache import (
+    Method,
+    free_blocks,
+    get_method,
+    init_cache,
+    release,
+    write_prompt,
+    write_survivors,
+)
+from kvjax.engine.decode import decode, init_slots
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval import passes
@@ -27,9 +34,7 @@ from kvjax.eval.scorers import finish_answer, needs_answer, score_answer, score_
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks
 from kvjax.models import LoadedModel
 
-PLAIN = Observation(window=1)
-"""Stands for any observation where only the metric that came of it counts."""
-STEPS_PER_VISIT = 8
+STEPS_AT_ONCE = 8
 """Tokens decoded before the host looks for stop texts."""
 
 
@@ -58,7 +63,7 @@ class Evaluator:
 
     def _run(self, key: Any, fn: Callable, *args, donate: tuple[int, ...] = ()) -> Any:
         """Call `fn` as compiled for these shapes; compiling counts apart from every other time."""
-        shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(args))
+        shapes = tuple((np.shape(x), str(jnp.result_type(x))) for x in jax.tree.leaves(args))
         if (key, shapes) not in self._compiled:
             start = time.perf_counter()
             compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
@@ -158,7 +163,7 @@ class _RowRun:
         self.dense, self.prefill_seconds = evaluator._timed(
             "dense", fn, self.model.params, padded, at
         )
-        self.full_top = np.asarray(jnp.argmax(self.dense.scores, axis=-1))
+        self.full_top = np.asarray(jnp.argmax(self.dense.logits, axis=-1))
         self.metrics: dict[Any, tuple[Any, float]] = {}
 
     def at_cut(
@@ -183,14 +188,13 @@ class _RowRun:
         self.metrics.clear()
 
     def metric(self, method: Method, cut: int) -> tuple[Any, float]:
-        """What is seen of the prompt's KVs and the seconds it took, once per observation."""
-        seen = method.observation, method.votes
-        if seen not in self.metrics:
-            fn = functools.partial(passes.observe, method)
-            dense = self.dense
-            args = (dense.q, dense.k, dense.log_sum, np.int32(cut))
-            self.metrics[seen] = self.evaluator._timed(("observe", seen), fn, *args)
-        return self.metrics[seen]
+        """The scores of the prompt's KVs and the seconds it took, once per observer."""
+        observer = method.observer
+        if observer not in self.metrics:
+            fn = functools.partial(passes.observe, observer)
+            args = (self.dense, np.int32(cut))
+            self.metrics[observer] = self.evaluator._timed(("observe", observer), fn, *args)
+        return self.metrics[observer]
 
 
 @dataclasses.dataclass
@@ -260,19 +264,19 @@ class _Cut:
     def _admit(self, cache, slot: int, variant: Variant):
         run, evaluator = self.run, self.run.evaluator
         method, config = get_method(variant.method), evaluator.config
-        metric, seconds = run.metric(method, self.cut)
-        prompt = steps.PromptKV(run.dense.k, run.dense.v, metric, jnp.int32(self.cut))
+        scores, seconds = run.metric(method, self.cut)
+        k, v, cut, at = run.dense.k, run.dense.v, np.int32(self.cut), np.int32(slot)
         keep = rate_blocks(self.cut, variant.rate, evaluator.heads, config.block_size, config.floor)
         shortfall = 0
         if keep == NO_BUDGET or not method.compresses:
-            (cache, ok), took = evaluator._timed(
-                "admit whole", steps.admit_whole, cache, np.int32(slot), prompt, donate=(0,)
-            )
+            args = (cache, at, k, v, scores.metric, cut)
+            (cache, ok), took = evaluator._timed("write", write_prompt, *args, donate=(0,))
         else:
-            chooses = _selection(method)
-            fn = functools.partial(steps.admit, method=chooses)
-            args = (cache, np.int32(slot), prompt, np.int32(keep))
-            (cache, report, ok), took = evaluator._timed(("admit", chooses), fn, *args, donate=(0,))
+            chooses = method.eviction
+            args = (cache, at, k, v, scores, cut, np.int32(keep), chooses)
+            (cache, report, ok), took = evaluator._timed(
+                ("write survivors", chooses.parts), write_survivors, *args, donate=(0,)
+            )
             shortfall = int(report.shortfall[0])
         if not ok:
             return cache, None
@@ -294,7 +298,7 @@ class _Cut:
         at = np.clip(at, 0, self.room - 1).astype(np.int32)
         target = np.zeros(len(at), np.int32)
         target[: len(run.target)] = run.target
-        args = (model.params, cache, tokens, np.int32(self.cut), at, target, run.dense.scores)
+        args = (model.params, cache, tokens, np.int32(self.cut), at, target, run.dense.logits)
         fn = functools.partial(passes.teacher_force, model.config)
         teacher, seconds = evaluator._timed("teacher", fn, *args)
         top = np.array(teacher.top)
@@ -422,14 +426,13 @@ class _Cut:
         if most < 2:
             active[:] = False
         state = dataclasses.replace(
-            visits.init_slots(slots),
+            init_slots(slots),
             token=jnp.asarray(first, jnp.int32),
             active=jnp.asarray(active),
             remaining=jnp.full(slots, most - 1, jnp.int32),
         )
-        full, every = get_method("full"), jnp.arange(slots, dtype=jnp.int32)
-        limit = np.int32(STEPS_PER_VISIT)
-        fn = functools.partial(visits.decode_visit, run.model.config, full, STEPS_PER_VISIT, None)
+        every, limit = jnp.arange(slots, dtype=jnp.int32), np.int32(STEPS_AT_ONCE)
+        fn = functools.partial(decode, run.model.config, None, STEPS_AT_ONCE, None)
         total = 0.0
         while active.any():
             args = (run.model.params, cache, state, every, limit, evaluator._eos_ids)
@@ -449,15 +452,6 @@ class _Cut:
         text = self.run.model.tokenizer.decode(tokens)
         # A stop text at the very beginning is passed over, as by `finish_answer`.
         return any(stop in text.lstrip("\n") for stop in self.run.row.stop)
-
-
-def _selection(method: Method) -> Method:
-    """The method without what `admit` does not depend on, so that fewer are compiled."""
-    anonymous = dataclasses.replace(
-        method, name="", summary="", runs="prefill", query_aware=True, evidence="own"
-    )
-    # Plain eviction reads the metric alone, however it was observed.
-    return dataclasses.replace(anonymous, observation=PLAIN) if method.is_plain else anonymous
 
 
 def _rounded(value: SupportsFloat) -> float:

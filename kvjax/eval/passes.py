@@ -16,8 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedCache, write_prompt
-from kvjax.cache.methods import Method
-from kvjax.cache.observe import Observed, keep_reads, observe_prompt
+from kvjax.cache.policy import LayerView, Observer, Scores
 from kvjax.kernels import (
     Prefix,
     prefill_attention,
@@ -39,7 +38,7 @@ class DensePass:
     v: Float[Array, "L T H d"]
     log_sum: Float[Array, "L Hr T"]
     """Log-sum-exp of each query's logits."""
-    scores: Float[Array, "N V"]
+    logits: Float[Array, "N V"]
 
 
 def dense_pass(
@@ -67,20 +66,18 @@ def dense_pass(
     return DensePass(q, k, v, log_sum, logits(config, params, hidden[0, at]))
 
 
-def observe(
-    method: Method,
-    q: Float[Array, "L T Hr d"],
-    k: Float[Array, "L T H d"],
-    log_sum: Float[Array, "L Hr T"],
-    length: Int32[Array, ""],
-) -> Float[Array, "L H T"] | Observed:
-    """What a method (static) sees of every KV of a prompt of `length` tokens."""
-    layers = jnp.arange(k.shape[0], dtype=jnp.int32)
-    observed = lax.map(
-        lambda part: observe_prompt(method, part[0], part[1], part[2], length, part[3]),
-        (layers, q, k, log_sum),
-    )
-    return keep_reads(method, observed, length, k.shape[1])
+def observe(observer: Observer, dense: DensePass, length: Int32[Array, ""]) -> Scores:
+    """The scores of every KV of a prompt of `length` tokens; `observer` is static."""
+
+    def of_layer(part):
+        layer, q, k, v, log_sum = part
+        view = LayerView(layer, q, k, length, jnp.int32(0), log_sum=log_sum, v=v)
+        return observer.observe(view, {})
+
+    num_layers, num_tokens = dense.k.shape[:2]
+    layers = jnp.arange(num_layers, dtype=jnp.int32)
+    scores = lax.map(of_layer, (layers, dense.q, dense.k, dense.v, dense.log_sum))
+    return observer.finish(scores, None, length, num_tokens)
 
 
 def attention_mass(

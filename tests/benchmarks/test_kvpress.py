@@ -228,7 +228,7 @@ def run(tmp_path, tiny_folder, python, capsys):
     tokens = Evaluator(model, EvaluatorConfig()).tokenise(Row(**ROW))
     last = np.full(1, len(tokens.prompt) - 1, np.int32)
     step = jax.jit(functools.partial(dense_pass, model.config))
-    logits = np.asarray(step(model.params, tokens.prompt, last).scores[0])
+    logits = np.asarray(step(model.params, tokens.prompt, last).logits[0])
     file, heads, layers = tmp_path / "logits", TINY.num_kv_heads, TINY.num_layers
 
     def go(*arguments, shift=0.0, token_shift=0):

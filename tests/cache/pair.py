@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as kv
+from kvjax.cache.policy.method import PLAIN
 from tests.oracle import KV, Choice, OracleCache
 from tests.oracle.eviction import num_blocks
 from tests.oracle.kv import UNWRITTEN
@@ -65,24 +67,46 @@ SMALL = Geometry()
 SINGLE = Geometry(slots=2, layers=1, heads=2, d=3, blocks=28, max_blocks=12, block=1, prompt=8)
 
 
+def protecting(protected: Any = 0, sinks: Any = 0) -> kv.Method:
+    """The globally cheapest blocks, with some tokens protected; inside a step, too."""
+    return PLAIN._with(protected=protected, sinks=sinks)
+
+
 @cache
 def jitted(name: str):
-    """One compiled function per operation, shared by all tests."""
+    """One compiled function per operation, shared by all tests.
+
+    Those that evict take what is protected by name, as `protected` and `sinks`.
+    """
     limited = name in ("schedule_evictions", "move_cache", "compress")
     static = ("max_kvs_per_step",) if limited else ()
-    return jax.jit(getattr(kv, name), static_argnames=static)
+    step = jax.jit(getattr(kv, name), static_argnames=static)
+    if name not in ("schedule_evictions", "compress", "write_survivors"):
+        return step
+
+    def evict(*args, protected: Any = 0, sinks: Any = 0, **options):
+        return step(*args, protecting(protected, sinks), **options)
+
+    return evict
 
 
-def host(cache: kv.PagedCache) -> dict[str, np.ndarray]:
+def host(cache: kv.PagedCache) -> dict[str, Any]:
     """Copies of the cache's fields in host memory."""
-    return {f.name: np.array(getattr(cache, f.name)) for f in dataclasses.fields(cache)}
+    return {
+        f.name: jax.tree.map(np.array, getattr(cache, f.name)) for f in dataclasses.fields(cache)
+    }
+
+
+def of_host(fields: dict[str, Any]) -> kv.PagedCache:
+    """The cache that `host` copied."""
+    return kv.PagedCache(**jax.tree.map(jnp.asarray, fields))
 
 
 def assert_identical(a: kv.PagedCache, b: kv.PagedCache, what: str) -> None:
     """Every field is bit-equal, garbage included."""
     before, after = host(a), host(b)
-    for name, x in before.items():
-        assert x.tobytes() == after[name].tobytes(), f"{what}: {name} differs"
+    for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        assert x.tobytes() == y.tobytes(), f"{what}: {jax.tree_util.keystr(path)} differs"
 
 
 def heads_of(cache: kv.PagedCache) -> dict[tuple[int, int, int], list[KV]]:

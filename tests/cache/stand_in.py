@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvjax import cache as kv
-from kvjax.engine import steps, visits
+from kvjax.engine import decode, prefill
 from kvjax.models.config import LlamaConfig
-from tests.cache.pair import heads_of, host
+from tests.cache.pair import heads_of, host, of_host
 from tests.oracle import KV
 
 L, H, R, D, B = 2, 2, 2, 8, 4
@@ -73,12 +73,12 @@ def forward(config, params, tokens, positions, attend, carry) -> tuple:
 @pytest.fixture
 def stand_in(monkeypatch, unchecked_signatures) -> None:
     """The engine's steps run this model; their types are not those of real parameters."""
-    for module in (steps, visits):
+    for module in (prefill, decode):
         monkeypatch.setattr(module, "forward", forward)
         monkeypatch.setattr(module, "logits", lambda config, params, hidden: hidden)
 
 
-def empty(num_slots: int = 2) -> kv.PagedCache:
+def empty(num_slots: int = 2, planes: tuple[kv.Plane, ...] = ()) -> kv.PagedCache:
     return kv.init_cache(
         num_slots=num_slots,
         num_layers=L,
@@ -87,6 +87,7 @@ def empty(num_slots: int = 2) -> kv.PagedCache:
         num_blocks=num_slots * L * H * M,
         max_blocks_per_head=M,
         block_size=B,
+        planes=planes,
     )
 
 
@@ -96,14 +97,18 @@ def _write():
 
 
 def holding(
-    params: dict[str, np.ndarray], lengths: list[int], seed: int, most: float = 0.9
+    params: dict[str, np.ndarray],
+    lengths: list[int],
+    seed: int,
+    most: float = 0.9,
+    planes: tuple[kv.Plane, ...] = (),
 ) -> kv.PagedCache:
     """Sequences of these lengths, whose heads hold some of their KVs each, in no order at all.
 
     The newest and the oldest are among them; metrics are drawn.
     """
     rng = np.random.default_rng(seed)
-    cache = empty(len(lengths))
+    cache = empty(len(lengths), planes)
     width = max(lengths)
     for slot, length in enumerate(lengths):
         kept = np.zeros((L, H, width), np.int32)
@@ -125,7 +130,7 @@ def holding(
         order = rng.permutation(index)
         for name in ("k", "v", "metric", "position"):
             c[name][block, offset] = c[name][block[order], offset[order]]
-    return kv.PagedCache(**{name: jnp.asarray(x) for name, x in c.items()})
+    return of_host(c)
 
 
 def metrics_of(cache: kv.PagedCache, slot: int) -> dict[tuple[int, int], dict[int, float]]:

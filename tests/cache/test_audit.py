@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 from kvjax import cache as kv
-from tests.cache.pair import Geometry, clean, filled, host
+from tests.cache.pair import Geometry, clean, filled, host, of_host
 from tests.oracle.audit import audit
 
 GEOMETRY = Geometry(blocks=72)
@@ -143,7 +142,7 @@ def test_corruption_is_found(
 ):
     c = host(sound)
     corrupt(c)
-    cache = kv.PagedCache(**{name: jnp.asarray(x) for name, x in c.items()})
+    cache = of_host(c)
     with pytest.raises(AssertionError, match=invariants_say):
         kv.check_invariants(cache)
     found = audit(cache)
@@ -160,7 +159,7 @@ def test_kvs_that_were_never_written(sound):
     """`allocate` leaves them, for whoever fills them; an engine's sequence never has any."""
     c = host(sound)
     c["position"][c["block_table"][RAGGED][0], 1] = -1
-    cache = kv.PagedCache(**{name: jnp.asarray(x) for name, x in c.items()})
+    cache = of_host(c)
     kv.check_invariants(cache)
     assert audit(cache, unwritten=True) == []
     assert audit(cache) == ["head (1, 1, 0): position -1 of a sequence of 7"]

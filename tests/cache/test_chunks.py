@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import cache as kv
-from kvjax.cache.methods import METHODS, Method, get_method
-from kvjax.engine import steps, visits
+from kvjax.cache.methods import METHODS, get_method
+from kvjax.engine.prefill import empty_prompt, prefill_in_pool, prefill_in_scratch
 from tests.cache.pair import assert_identical, heads_of
 from tests.cache.stand_in import (
     MODEL,
@@ -70,13 +70,12 @@ def oracle(held) -> Chunk:
 
 
 @cache
-def chunked(observation):
-    """One compiled step for all methods that observe the same."""
-    method = Method("", "", observation)
+def chunked(observer):
+    """One compiled step for all methods that score alike."""
 
     def step(params, cache, length):
         slot, tokens = jnp.int32(1), jnp.zeros(WIDTH, jnp.int32)
-        return steps.prefill_chunk(MODEL, method, params, cache, slot, tokens, length)
+        return prefill_in_pool(MODEL, observer, params, {}, cache, slot, tokens, length)
 
     return QUICKLY(step)
 
@@ -96,7 +95,7 @@ def test_the_scenario_is_one(held, oracle):
 
 def test_the_oracle_knows_every_rule():
     """Pooling, windows and statistics of all methods but those that differ in a number only."""
-    known = {get_method(name).observation for name in METRICS}
+    known = {get_method(name).scorer for name in METRICS}
     like = {
         "kv-compress-w8-l1",
         "kv-compress-w32-l1",
@@ -105,16 +104,16 @@ def test_the_oracle_knows_every_rule():
         "snapkv-w64-avg5",
     }
     for name, method in METHODS.items():
-        base = METHODS[name.split(":")[-1]].observation
-        same = {METHODS[n].observation for n in like} | known
+        base = METHODS[name.split(":")[-1]].scorer
+        same = {METHODS[n].scorer for n in like} | known
         plain = ("full", "h2o-decode", "paged-h2o", "paged-h2o-openvino")
         assert name.split(":")[-1] in plain or base in same, name
-        assert method.observation == base
+        assert method.scorer == base
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_chunk_measures_what_the_oracle_measures(held, oracle, name):
-    after, scores, ok = chunked(get_method(name).observation)(PARAMS, held, np.int32(CHUNK))
+    after, scores, ok = chunked(get_method(name).observer)(PARAMS, held, np.int32(CHUNK))
     assert ok
     assert audit(after) == []
     want = METRICS[name](oracle)
@@ -131,7 +130,7 @@ def test_a_chunk_measures_what_the_oracle_measures(held, oracle, name):
 
 
 def test_a_chunk_of_impossible_length_is_refused(held):
-    step = chunked(get_method("h2o").observation)
+    step = chunked(get_method("h2o").observer)
     for length in (-1, WIDTH + 1, 2**31 - 1):
         after, _, ok = step(PARAMS, held, np.int32(length))
         assert not ok
@@ -141,16 +140,16 @@ def test_a_chunk_of_impossible_length_is_refused(held):
 @pytest.mark.parametrize("name", ["shared-reads", "a2sf"])
 def test_parts_of_a_prompt_in_a_scratch(name):
     """Two parts, the second behind the first: nothing is missing and everything is in order."""
-    method = get_method(name)
+    observer = get_method(name).observer
 
     @QUICKLY
     def parts(params, lengths):
-        prompt = visits.empty_prompt(MODEL, 2 * WIDTH, jnp.float32)
+        prompt = empty_prompt(MODEL, observer, 2 * WIDTH, jnp.float32)
         tokens = jnp.zeros(WIDTH, jnp.int32)
 
         def part(prompt, length):
-            prompt, scores = visits.prefill_part(MODEL, method, params, prompt, tokens, length)
-            return prompt, (prompt.metric, scores)
+            prompt, scores = prefill_in_scratch(MODEL, observer, params, {}, prompt, tokens, length)
+            return prompt, (prompt.scores.metric, scores)
 
         return jax.lax.scan(part, prompt, lengths)
 

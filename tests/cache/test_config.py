@@ -10,7 +10,19 @@ import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS, get_method
-from kvjax.cache.methods.base import Allocation, Method, Observation, Reads, Representatives
+from kvjax.cache.methods.adakv import Ada
+from kvjax.cache.methods.h2o import Accumulated
+from kvjax.cache.methods.k_means import NearCentroids
+from kvjax.cache.methods.kv_compress import KVCompress
+from kvjax.cache.methods.kvcrush import SpreadOverBits
+from kvjax.cache.methods.lazyeviction import HitAgain
+from kvjax.cache.methods.pyramidkv import Pyramid
+from kvjax.cache.methods.random import Random
+from kvjax.cache.methods.scissorhands import OftenImportant
+from kvjax.cache.methods.shared_reads import SharedReads
+from kvjax.cache.methods.snapkv import SnapKV
+from kvjax.cache.policy import ByLayer, Global, Method, Selector
+from kvjax.cache.policy.allocate import CheapestBlocks, WeightedLayers
 from kvjax.errors import UserError
 from tests import oracle
 
@@ -58,7 +70,7 @@ def test_flags_and_names_have_their_type():
         for bad in (1, 0, None, "no", np.True_):
             with pytest.raises(UserError, match=f"^{name} .*: give True or False$"):
                 made(**{name: bad})
-    for bad in (5, None, b"snapkv", METHODS["snapkv"], "\ud800"):
+    for bad in (5, None, b"snapkv", METHODS["snapkv"].scorer, "\ud800"):
         with pytest.raises(UserError, match=r"^method .*: give the name of a method$"):
             made(method=bad)
     for bad in ("x" * 5000, "kvcrush-chunk" + "9" * 5000 + ":snapkv", "a\nb"):
@@ -79,11 +91,8 @@ def test_every_accepted_window_gives_a_method():
     for name in METHODS:
         for window in (1, 3, 4096):
             method = CompressionConfig(method=name, window=window).resolved
-            if method.observation is not None:
-                assert method.observation.window == window
-    reads = CompressionConfig(window=2).resolved.observation
-    assert reads is not None
-    assert reads.reads == Reads(queries=2)
+            assert getattr(method.scorer, "window", window) == window
+    assert CompressionConfig(window=2).resolved.scorer == SharedReads(window=2, queries=2)
 
 
 def test_a_rate_of_one_evicts_nothing():
@@ -133,79 +142,81 @@ def test_a_cap_below_what_is_protected_is_refused():
     assert dataclasses.replace(config, protected=96).cap(101, 16) == 100
 
 
+WINDOWED = (KVCompress, SnapKV, Accumulated, OftenImportant, HitAgain)
+SAFE, STAND_INS = (Global, CheapestBlocks), (SpreadOverBits, NearCentroids)
+
+
 @pytest.mark.parametrize(
     ("kind", "bad"),
     [
         *(
-            (Reads, {name: value})
+            (SharedReads, {name: value})
             for name in ("tokens", "queries", "ahead", "oldest", "newest")
             for value in (-1, 2.5, True, 10**12)
         ),
-        (Reads, {"tokens": 0}),
-        (Reads, {"queries": 0}),
-        (Reads, {"ahead": 256}),
-        *((Reads, {"fade": value}) for value in (-0.1, 1.5, math.nan, "1")),
-        *((Reads, {name: math.inf}) for name in ("sure", "unsure")),
-        *((Reads, {name: -0.1}) for name in ("sure", "unsure")),
-        *((Observation, {"window": value}) for value in (0, 4097, 2.5, True, "8")),
-        *((Observation, {"power": value}) for value in (0, 3, 1.5)),
-        *((Observation, {"pool": value}) for value in (0, 4, 257, 7.5)),
-        *((Observation, {"query_decay": value}) for value in (-0.1, 1.5, math.nan)),
-        *((Observation, {"decode_decay": value}) for value in (-0.1, 1.5)),
-        *((Observation, {"background": value}) for value in (-1, math.inf)),
-        *((Observation, {"seed": value}) for value in (-1, 2**31)),
-        (Observation, {"least": math.nan}),
-        (Observation, {"excluded_distance": -1}),
-        (Observation, {"pool_kind": "min"}),
-        (Observation, {"group": "median"}),
-        (Observation, {"statistic": ["sum"]}),
-        (Observation, {"source": "tea leaves"}),
-        (Observation, {"reads": 10}),
-        (Observation, {"pool_window": 1}),
-        (Observation, {"accumulate": True, "statistic": "hits"}),
-        *((Allocation, {"floor": value}) for value in (-0.1, 2.0, math.nan)),
-        (Allocation, {"exact": False}),
-        (Allocation, {"beta": 0}),
-        (Allocation, {"layers": "all"}),
-        (Allocation, {"heads": "all"}),
-        (Allocation, {"weights": [1.0]}),
-        (Allocation, {"weights": (1.0, math.nan)}),
-        (Allocation, {"weights": (0.0, 0.0), "layers": "weights"}),
-        *((Representatives, {"share": value}) for value in (0, 1, math.nan)),
-        *((Representatives, {"unit": value}) for value in (0, 4097, 1.5)),
-        (Representatives, {"unit": 8, "kind": "k-means"}),
-        (Representatives, {"anchor": "none"}),
-        (Representatives, {"mode": "none"}),
-        (Representatives, {"kind": "none"}),
-        (Representatives, {"pick": "first"}),
-        (Representatives, {"seed": -1}),
-        (Representatives, {"iterations": 0}),
-        *((Method, {name: -1}) for name in ("protected", "sinks", "unit")),
-        *((Method, {name: 10**12}) for name in ("protected", "sinks", "unit")),
+        (SharedReads, {"ahead": 256}),
+        *((SharedReads, {"fade": value}) for value in (-0.1, 1.5, math.nan, "1")),
+        *((SharedReads, {name: math.inf}) for name in ("sure", "unsure")),
+        *((SharedReads, {name: -0.1}) for name in ("sure", "unsure")),
+        *((kind, {"window": value}) for kind in WINDOWED for value in (0, 4097, 2.5, True, "8")),
+        *((KVCompress, {"power": value}) for value in (0, 3, 1.5)),
+        *((kind, {"pool": value}) for kind in (KVCompress, SnapKV) for value in (0, 4, 257, 7.5)),
+        *((KVCompress, {"excluded_distance": value}) for value in (-1, 0.5)),
+        (KVCompress, {"group": "median"}),
+        (KVCompress, {"continual": 1}),
+        (SnapKV, {"pool_kind": "min"}),
+        (SnapKV, {"group_first": 1}),
+        *((Accumulated, {"forget": value}) for value in (-0.1, 1.5, math.nan)),
+        (Accumulated, {"continual": "yes"}),
+        *((SharedReads, {"decay": value}) for value in (-0.1, 1.5, math.nan)),
+        *((SharedReads, {name: math.inf}) for name in ("background", "sure", "unsure")),
+        *((SharedReads, {name: -1}) for name in ("tokens", "ahead", "oldest", "newest", "fade")),
+        *((SharedReads, {"queries": value}) for value in (0, 256)),
+        (SharedReads, {"window": 3}),
+        *((Random, {"seed": value}) for value in (-1, 2**31)),
+        (HitAgain, {"least": math.nan}),
+        *((kind, {"safe": value}) for kind in SAFE for value in (-0.1, 2.0, math.nan)),
+        (Ada, {"floor": -0.1}),
+        (Pyramid, {"exact": 0}),
+        (Pyramid, {"beta": 0}),
+        (ByLayer, {"layers": "all"}),
+        (ByLayer, {"heads": Ada}),
+        *((WeightedLayers, {"weights": x}) for x in ([1.0], (1.0, math.nan), (0.0, 0.0), ())),
+        *((kind, {"share": x}) for kind in STAND_INS for x in (0, 1, math.nan)),
+        *((SpreadOverBits, {"compared": value}) for value in (0, 4097, 1.5)),
+        *((SpreadOverBits, {name: "none"}) for name in ("anchor", "mode", "pick")),
+        (SpreadOverBits, {"seed": -1}),
+        (NearCentroids, {"iterations": 0}),
+        *((Selector, {"unit": value}) for value in (0, -1, 4097, 10**12)),
+        (Selector, {"scope": "model"}),
+        *((Method, {name: -1}) for name in ("protected", "sinks")),
+        *((Method, {name: 10**12}) for name in ("protected", "sinks")),
         (Method, {"protected_share": 1.1}),
-        (Method, {"shared": True}),
-        (Method, {"per_age": 1}),
-        (Method, {"runs": "always"}),
         (Method, {"evidence": "hearsay"}),
-        (Method, {"observation": "attention"}),
-        (Method, {"allocation": "uniform"}),
-        (Method, {"representatives": 0.25}),
+        (Method, {"scorer": "attention"}),
+        (Method, {"allocator": ByLayer}),
+        (Method, {"selector": 0.25}),
+        (Method, {"merger": "mean"}),
+        (Method, {"query_aware": 1}),
     ],
 )
 def test_wrong_values_of_a_method_are_named(kind, bad):
-    needed = {Observation: {"window": 8}, Method: {"name": "x", "summary": "", "observation": None}}
+    needed = {Method: {"name": "x", "summary": "", "scorer": None}}
     with pytest.raises(UserError, match=rf"^{next(iter(bad))} [^\n]*: (give|wanted) [^\n]+$"):
         kind(**{**needed.get(kind, {}), **bad})
 
 
-def test_reads_need_a_window_that_sums():
-    bad: dict[str, Any]
-    for bad in ({"window": None}, {"window": 3}, {"window": 4, "statistic": "hits"}):
-        with pytest.raises(UserError, match="window"):
-            Observation(**bad, reads=Reads())
+def test_parts_that_cannot_go_together_are_named():
+    same = Selector(scope="layer")
+    with pytest.raises(UserError, match=r"^scope 'layer': wanted an allocator by layer"):
+        Method("x", "", KVCompress(), selector=same)
+    with pytest.raises(UserError, match=r"^scope 'head': wanted layer for openvino's mode"):
+        Method("x", "", KVCompress(), ByLayer(), SpreadOverBits(mode="openvino"))
+    with pytest.raises(UserError, match=r"^window 3: wanted at least 4"):
+        SharedReads(window=3)
 
 
 def test_units_of_wrappers_have_a_limit():
-    assert get_method("kvcrush-chunk4096:snapkv").representatives == Representatives(unit=4096)
+    assert get_method("kvcrush-chunk4096:snapkv").selector == SpreadOverBits(compared=4096)
     with pytest.raises(UserError, match="no method"):
         get_method("kvcrush-chunk4097:snapkv")

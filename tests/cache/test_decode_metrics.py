@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvjax import cache as kv
-from kvjax.cache.methods import METHODS, Method, get_method
-from kvjax.engine import steps, visits
+from kvjax.cache.methods import METHODS, get_method
+from kvjax.engine.decode import decode, init_slots
+from kvjax.engine.decode import decode_step as run_step
 from tests.cache.pair import heads_of
 from tests.cache.stand_in import (
     MODEL,
@@ -41,14 +42,11 @@ def start() -> kv.PagedCache:
 
 
 @cache
-def stepper(observation):
-    """One compiled step for all methods that observe the same."""
-    method = Method("", "", observation)
+def stepper(rule):
+    """One compiled step for all methods of one decode rule."""
 
     def step(params, cache, active, observed):
-        return steps.decode_step(
-            MODEL, method, params, cache, jnp.zeros(3, int), active, observed=observed
-        )
+        return run_step(MODEL, rule, params, cache, jnp.zeros(3, int), active, observed=observed)
 
     return QUICKLY(step)
 
@@ -76,10 +74,7 @@ def step_of_the_oracle(name, heads, lengths, active, observed) -> np.ndarray:
 
 def test_the_oracle_knows_every_rule():
     rules = {
-        name
-        for name, method in METHODS.items()
-        if method.observation is not None
-        and (method.observation.accumulate or method.observation.intrinsic)
+        name for name, method in METHODS.items() if method.decode is not None and not method.planes
     }
     assert {name.split(":")[-1] for name in rules} == set(ADDED) | set(GIVEN)
 
@@ -87,7 +82,7 @@ def test_the_oracle_knows_every_rule():
 @pytest.mark.parametrize("name", [*ADDED, *GIVEN, *NONE])
 def test_decode_steps_measure_what_the_oracle_measures(start, name):
     """Slot 1 runs, but its metrics are another method's business; which slots run changes."""
-    step = stepper(get_method(name).observation)
+    step = stepper(get_method(name).decode)
     now, heads, lengths = start, heads_of(start), list(LENGTHS)
     observed = np.array([True, False, True])
     for active in ([1, 1, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 1]):
@@ -107,8 +102,8 @@ def test_decode_steps_measure_what_the_oracle_measures(start, name):
 
 def test_all_slots_are_observed_unless_told(start):
     step = QUICKLY(
-        lambda params, cache, active: steps.decode_step(
-            MODEL, get_method("h2o-decode"), params, cache, jnp.zeros(3, int), active
+        lambda params, cache, active: run_step(
+            MODEL, get_method("h2o-decode").decode, params, cache, jnp.zeros(3, int), active
         )
     )
     now, heads, lengths = start, heads_of(start), list(LENGTHS)
@@ -125,13 +120,13 @@ def test_a_visit_measures_only_those_that_are_observed(start):
 
     @QUICKLY
     def visit(params, cache, state, slots):
-        return visits.decode_visit(
-            MODEL, get_method("a2sf"), 4, None, params, cache, state, slots,
+        return decode(
+            MODEL, get_method("a2sf").decode, 4, None, params, cache, state, slots,
             jnp.int32(3), jnp.full(1, -1),
         )  # fmt: skip
 
     state = dataclasses.replace(
-        visits.init_slots(3),
+        init_slots(3),
         active=jnp.ones(3, bool),
         remaining=jnp.full(3, 9),
         stop_at_eos=jnp.zeros(3, bool),

@@ -11,7 +11,7 @@ import pytest
 from kvjax import cache as kv
 from kvjax.kernels import paged_attention, window_metrics
 from kvjax.kernels.paged_attention import reference
-from tests.cache.pair import SINGLE, Geometry, Pair, filled, heads_of, host, jitted
+from tests.cache.pair import SINGLE, Geometry, Pair, filled, heads_of, host, jitted, of_host
 from tests.cache.programs import (
     Shapes,
     abstract_cache,
@@ -121,7 +121,7 @@ def test_fault_06_unwritten_slots_have_no_metric():
         pair = filled([13, 9], ROOMY, seed=6)
         c = host(pair.cache)
         c["metric"][c["position"] < 0] = garbage
-        cache = kv.PagedCache(**{name: jnp.asarray(x) for name, x in c.items()})
+        cache = of_host(c)
         args = jnp.arange(2, dtype=jnp.int32), jnp.full(2, 5, jnp.int32)
         schedule = jitted("schedule_evictions")(cache, *args, protected=0, sinks=0)
         mask = np.asarray(jitted("eviction_mask")(cache, schedule))

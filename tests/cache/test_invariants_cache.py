@@ -17,6 +17,7 @@ from tests.cache.pair import (
     heads_of,
     host,
     jitted,
+    of_host,
     owned_mask,
     poison,
 )
@@ -165,7 +166,7 @@ def shuffled(cache: kv.PagedCache, seed: int) -> kv.PagedCache:
         moved[new_home] = c[name]
         c[name] = moved
     c["block_table"] = np.append(new_home, total).astype(np.int32)[c["block_table"]]
-    return kv.PagedCache(**{name: jnp.asarray(x) for name, x in c.items()})
+    return of_host(c)
 
 
 def test_invariant_10_physical_placement_is_invisible():

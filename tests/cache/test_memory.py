@@ -17,6 +17,7 @@ from tests.cache.pair import (
     assert_well_formed,
     heads_of,
     jitted,
+    protecting,
 )
 from tests.cache.programs import Shapes, pool_bytes, programs, unchecked
 from tests.oracle import OracleCache, attend
@@ -168,7 +169,7 @@ def use_the_far_end() -> None:
     for slot, keep in enumerate((5, 4)):
         oracle.compress(slot, keep, 3)
     cache, _ = donated["compress"](
-        cache, jnp.arange(2, dtype=jnp.int32), jnp.asarray([5, 4], jnp.int32), protected=3
+        cache, jnp.arange(2, dtype=jnp.int32), jnp.asarray([5, 4], jnp.int32), protecting(3)
     )
     adopt_order(far_end(cache), oracle, before)
     agree()

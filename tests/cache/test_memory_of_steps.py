@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.cache.methods import get_method
-from kvjax.engine import steps, visits
+from kvjax.cache import compress as compress_cache
+from kvjax.cache import get_method
+from kvjax.engine.decode import decode as decode_loop
+from kvjax.engine.decode import init_slots
+from kvjax.engine.prefill import prefill_in_pool
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import abstract_params
 from tests.cache.programs import Shapes, abstract_cache, equations, pool_bytes, unchecked
@@ -29,10 +32,10 @@ METHODS = ("full", "kv-compress-continual", "kv-compress-full-l2")
 def decode(method: str) -> tuple:
     """The decode loop with the cache first."""
     with unchecked():
-        state = visits.init_slots(SHAPES.S)
+        state = init_slots(SHAPES.S)
 
     def step(cache, params, state, slots, limit, eos):
-        run = partial(visits.decode_visit, MODEL, get_method(method), 4, None)
+        run = partial(decode_loop, MODEL, get_method(method).decode, 4, None)
         return run(params, cache, state, slots, limit, eos)
 
     params = abstract_params(MODEL, jnp.float32)
@@ -44,8 +47,8 @@ def chunk(method: str) -> tuple:
     """The next chunk of a prompt with the cache first."""
 
     def step(cache, params, slot, tokens, length):
-        run = partial(steps.prefill_chunk, MODEL, get_method(method))
-        return run(params, cache, slot, tokens, length)
+        run = partial(prefill_in_pool, MODEL, get_method(method).observer)
+        return run(params, {}, cache, slot, tokens, length)
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     tokens = jax.ShapeDtypeStruct((64,), jnp.int32)
@@ -70,7 +73,7 @@ def compress(method: str) -> tuple:
     """Compression of running sequences with the cache first."""
 
     def step(cache, slots, keep):
-        return steps.compress_slots(cache, slots, keep, get_method(method), 1 << 17)
+        return compress_cache(cache, slots, keep, get_method(method), max_kvs_per_step=1 << 17)
 
     numbers = jax.ShapeDtypeStruct((2,), jnp.int32)
     return step, (abstract_cache(SHAPES), numbers, numbers)

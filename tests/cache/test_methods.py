@@ -3,7 +3,6 @@
 `tests.oracle.methods` knows the rules by heart and shares no code with kvjax.
 """
 
-import dataclasses
 from functools import cache, partial
 
 import jax
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import cache as kv
-from kvjax.cache.methods import METHODS, Method, Observation, get_method
-from kvjax.cache.observe import keep_reads, observe_prompt, plain_metric
+from kvjax.cache.methods import METHODS, get_method
+from kvjax.cache.policy import LayerView
 from tests.oracle.methods import KEEPS, KEEPS_IN_POOL
 from tests.oracle.scores import Prompt
 
@@ -21,7 +20,7 @@ L, H, R, D, T, B = 3, 2, 2, 8, 112, 4
 M = T // B
 
 
-def empty() -> kv.PagedCache:
+def empty(planes: tuple[kv.Plane, ...] = ()) -> kv.PagedCache:
     return kv.init_cache(
         num_slots=2,
         num_layers=L,
@@ -30,6 +29,7 @@ def empty() -> kv.PagedCache:
         num_blocks=L * H * M,
         max_blocks_per_head=M,
         block_size=B,
+        planes=planes,
     )
 
 
@@ -45,46 +45,29 @@ QUICKLY = partial(
 
 @cache
 def observer(name: str):
-    method = get_method(name)
+    observer = get_method(name).observer
 
     @jax.jit
     def observe(q, k, v, length):
         def one(inputs):
             layer, q, k, v = inputs
-            return observe_prompt(method, layer, q, k, length)
+            return observer.observe(LayerView(layer, q, k, length, jnp.int32(0), v=v), {})
 
-        return keep_reads(method, jax.lax.map(one, (jnp.arange(L), q, k, v)), length, T)
+        return observer.finish(jax.lax.map(one, (jnp.arange(L), q, k, v)), None, length, T)
 
     return observe
 
 
-def selection(method: Method) -> Method:
-    """What of a method matters once metrics are there: many methods share one compiled program."""
-    plain = Observation(window=None) if method.compresses else None
-    if method.representatives and method.observation and method.observation.intrinsic:
-        plain = method.observation
-    return dataclasses.replace(
-        method, name="", summary="", observation=plain, protected=0, sinks=0,
-        runs="prefill", query_aware=True, evidence="own",
-    )  # fmt: skip
-
-
-@cache
-def compressor(method: Method):
-    """Both ways to compress a prompt, compiled once for all prompts and budgets."""
-
-    @QUICKLY
-    def both(k, v, metric, length, keep, protected, sinks):
-        options = {"protected": protected, "sinks": sinks, "method": method}
-        slot = jnp.int32(1)
-        direct, report, ok = kv.write_survivors(
-            empty(), slot, k, v, metric, length, keep, **options
-        )
-        whole, written = kv.write_prompt(empty(), slot, k, v, plain_metric(metric), length)
-        whole, later = kv.compress(whole, slot[None], keep[None], max_kvs_per_step=T * H, **options)
-        return direct, whole, report, later, ok & written
-
-    return both
+@partial(QUICKLY, static_argnums=6)
+def both(k, v, scores, length, keep, method, planes):
+    """Both ways to compress a prompt; methods that evict alike share a compiled program."""
+    slot = jnp.int32(1)
+    direct, report, ok = kv.write_survivors(empty(planes), slot, k, v, scores, length, keep, method)
+    whole, written = kv.write_prompt(
+        empty(planes), slot, k, v, scores.metric, length, state=scores.state
+    )
+    whole, later = kv.compress(whole, slot[None], keep[None], method, max_kvs_per_step=T * H)
+    return direct, whole, report, later, ok & written
 
 
 @cache
@@ -163,9 +146,9 @@ def test_keeps_what_the_oracle_keeps(name):
         if not method.compresses:
             keep = L * H * M
         length = np.int32(length)
-        numbers = (length, np.int32(keep), np.int32(method.protected), np.int32(method.sinks))
-        direct, whole, report, later, ok = compressor(selection(method))(
-            k, v, observer(name)(q, k, v, length), *numbers
+        scores = observer(name)(q, k, v, length)
+        direct, whole, report, later, ok = both(
+            k, v, scores, length, np.int32(keep), method.eviction, method.planes
         )
         assert ok
         want = KEEPS[name](prompt)
@@ -177,7 +160,7 @@ def test_keeps_what_the_oracle_keeps(name):
         kv.check_invariants(whole)
         held = -(-np.asarray(direct.context_len[1]) // B)
         over = held.sum() - min(keep, L * H * -(-length // B))
-        if method.allocation.overruns:
+        if method.allocator.overruns:
             continue
         assert int(report.shortfall[0]) == max(0, over)
         if length > cap:

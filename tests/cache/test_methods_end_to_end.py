@@ -14,9 +14,11 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
-from kvjax.cache.methods import METHODS, Method, get_method
-from kvjax.engine import LLM, EngineConfig, SamplingParams, steps
-from kvjax.engine.worker import decode_rule
+from kvjax.cache.methods import METHODS, get_method
+from kvjax.cache.policy import Selector
+from kvjax.engine import LLM, EngineConfig, SamplingParams
+from kvjax.engine.decode import decode_step as decode_one
+from kvjax.engine.prefill import prefill
 from kvjax.models import load_model
 from tests.cache.pair import heads_of
 from tests.cache.stand_in import (
@@ -32,7 +34,7 @@ from tests.cache.stand_in import (
     empty,
     stand_in,  # noqa: F401
 )
-from tests.cache.test_methods import marked, selection
+from tests.cache.test_methods import marked
 from tests.oracle import KV
 from tests.oracle.audit import audit
 from tests.oracle.decode import decode_step
@@ -61,15 +63,14 @@ PROMPT = Prompt(Q, K, V, CAP, B)
 
 
 @cache
-def decoder(observation):
-    """Steps of slot 1, compiled once for all methods that observe the same while decoding."""
-    method = Method("", "", observation)
+def decoder(rule):
+    """Steps of slot 1, compiled once for all methods of one decode rule."""
 
     def decode(params, cache):
         active, tokens = jnp.array([False, True]), jnp.zeros(2, jnp.int32)
 
         def one(cache, _):
-            cache, scores, ok = steps.decode_step(MODEL, method, params, cache, tokens, active)
+            cache, scores, ok = decode_one(MODEL, rule, params, cache, tokens, active)
             return cache, (scores[1], ok)
 
         cache, (scores, ok) = jax.lax.scan(one, cache, None, length=STEPS)
@@ -78,15 +79,11 @@ def decoder(observation):
     return QUICKLY(decode)
 
 
-@cache
-def compressor(method: Method):
+@QUICKLY
+def compress_half(cache, method):
     """Compression of slot 1 and of a slot that is not there to half of the cap."""
-
-    def compress(cache):
-        slots, keep = jnp.array([1, 2], jnp.int32), jnp.full(2, KEEP // 2, jnp.int32)
-        return steps.compress_slots(cache, slots, keep, method, 1000)[0]
-
-    return QUICKLY(compress)
+    slots, keep = jnp.array([1, 2], jnp.int32), jnp.full(2, KEEP // 2, jnp.int32)
+    return kv.compress(cache, slots, keep, method, max_kvs_per_step=1000)[0]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -97,14 +94,16 @@ def test_admission_decoding_and_compression(name):
     @QUICKLY
     def admit(params, cache, length):
         tokens = jnp.zeros(T, jnp.int32)
-        prompt, scores = steps.prefill(MODEL, method, params, tokens, length)
+        prompt, scores = prefill(MODEL, method.observer, params, {}, tokens, length)
+        given = (cache, jnp.int32(1), prompt.k, prompt.v)
         if not method.compresses:
-            cache, ok = steps.admit_whole(cache, jnp.int32(1), prompt)
+            cache, ok = kv.write_prompt(*given, prompt.scores.metric, length)
             return cache, ok, scores
-        cache, _, ok = steps.admit(cache, jnp.int32(1), prompt, jnp.int32(KEEP), method)
+        keep = jnp.int32(KEEP)
+        cache, _, ok = kv.write_survivors(*given, prompt.scores, length, keep, method)
         return cache, ok, scores
 
-    now, ok, scores = admit(PARAMS, empty(), np.int32(LENGTH))
+    now, ok, scores = admit(PARAMS, empty(planes=method.planes), np.int32(LENGTH))
     assert ok
     attention = [PROMPT.attention[layer][g][-1] for layer in range(L) for g in range(H * R)]
     value = [PROMPT.v[layer, :, g // R] for layer in range(L) for g in range(H * R)]
@@ -113,8 +112,7 @@ def test_admission_decoding_and_compression(name):
     assert audit(now) == []
     heads = admitted_as_the_oracle_says(name, now)
 
-    observed = method if decode_rule(method) else METHODS["full"]
-    grown, scores, ok = decoder(observed.observation)(PARAMS, now)
+    grown, scores, ok = decoder(method.decode)(PARAMS, now)
     assert ok
     for step in range(STEPS):
         outs = []
@@ -130,9 +128,8 @@ def test_admission_decoding_and_compression(name):
     assert audit(grown) == []
     if method.compresses:
         # Few enough tokens stay in any case for a choice to be left.
-        guards = {"protected": 6, "sinks": min(4, method.sinks)}
-        again = dataclasses.replace(method, **guards)
-        after = compressor(dataclasses.replace(selection(method), **guards))(grown)
+        again = dataclasses.replace(method, protected=6, sinks=min(4, method.sinks))
+        after = compress_half(grown, again.eviction)
         assert audit(after) == []
         goes_by_the_metric(again, grown, after)
 
@@ -155,9 +152,9 @@ def goes_by_the_metric(method, before: kv.PagedCache, after: kv.PagedCache) -> N
     newest = max(method.protected, int(method.protected_share * CAP / 2))
     guarded = set(range(method.sinks)) | set(range(end - newest, end))
     held = sum(-(-len(kvs) // B) for kvs in new.values())
-    if not method.allocation.overruns:
+    if not method.allocator.overruns:
         assert held == KEEP // 2
-    one_by_one = method.unit == 1 and not (method.shared or method.representatives)
+    one_by_one = method.selector == Selector() and not method.planes
     for at, kvs in new.items():
         stays = {x.position for x in kvs}
         there = {x.position for x in old[at]}
@@ -187,7 +184,7 @@ def test_every_method_continues_a_text(smollm2, name):
     assert output.error is None
     assert len(output.token_ids) == 16
     stats = output.stats
-    if method.compresses and not method.allocation.overruns:
+    if method.compresses and not method.allocator.overruns:
         assert stats.blocks_after <= kv.budget_blocks(cap, 30, 3, 16) < stats.blocks_before
     kv.check_invariants(smollm2.worker.cache)
     assert smollm2.worker.free_blocks() == smollm2.plan.num_blocks

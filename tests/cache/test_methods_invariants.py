@@ -12,19 +12,25 @@ from hypothesis import strategies as st
 
 from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
-from kvjax.cache.allocate import apportion
-from kvjax.cache.methods import METHODS, Allocation, Method, Observation, get_method
+from kvjax.cache.methods import METHODS, get_method
+from kvjax.cache.methods.adakv import Ada
+from kvjax.cache.methods.kvcrush import SpreadOverBits
+from kvjax.cache.methods.pyramidkv import Pyramid
+from kvjax.cache.methods.snapkv import SnapKV
+from kvjax.cache.policy import ByLayer, Global
+from kvjax.cache.policy.allocate import CheapestBlocks, WeightedLayers, apportion
+from kvjax.cache.policy.method import PLAIN
 from kvjax.errors import UserError
 from tests.conftest import REPOSITORY
 
 L, H, T, B = 3, 2, 32, 4
 SHAPES = {
-    "global": Allocation(floor=0.5),
-    "uniform": Allocation("uniform", "uniform"),
-    "pyramid": Allocation("pyramid", "uniform", beta=4),
-    "ada": Allocation("uniform", "ada", floor=0.2),
-    "cheapest": Allocation("uniform", "cheapest"),
-    "weights": Allocation("weights", "uniform", weights=(3.0, 1.0, 2.0)),
+    "global": Global(safe=0.5),
+    "uniform": ByLayer(),
+    "pyramid": ByLayer(Pyramid(beta=4)),
+    "ada": ByLayer(heads=Ada(floor=0.2)),
+    "cheapest": ByLayer(heads=CheapestBlocks()),
+    "weights": ByLayer(WeightedLayers((3.0, 1.0, 2.0))),
 }
 
 
@@ -52,9 +58,6 @@ def apportioned(share, low, high, total):
 
 @cache
 def compressor(name: str):
-    plain = Observation(window=None)
-    method = Method(name, "", plain, allocation=SHAPES[name])
-
     @jax.jit
     def run(metric, length, keep, protected, sinks):
         cache = kv.init_cache(
@@ -67,8 +70,8 @@ def compressor(name: str):
             block_size=B,
         )
         k = jnp.zeros((L, T, H, 1))
-        options = {"protected": protected, "sinks": sinks, "method": method}
-        return kv.write_survivors(cache, jnp.int32(0), k, k, metric, length, keep, **options)
+        method = PLAIN._with(allocator=SHAPES[name], protected=protected, sinks=sinks)
+        return kv.write_survivors(cache, jnp.int32(0), k, k, metric, length, keep, method)
 
     return run
 
@@ -115,12 +118,9 @@ def test_methods_are_data():
 
 def test_names_of_wrappers():
     method = get_method("kvcrush-mean-chunk8-50:snapkv-w32")
-    assert method.representatives is not None
-    assert method.representatives.anchor == "mean"
-    assert method.representatives.unit == 8
-    assert method.representatives.share == 0.5
-    assert method.observation == METHODS["snapkv-w32"].observation
-    assert CompressionConfig(method="kvcrush:tova", rate=4).resolved.shared
+    assert method.selector == SpreadOverBits(anchor="mean", compared=8, share=0.5)
+    assert method.scorer == METHODS["snapkv-w32"].scorer
+    assert CompressionConfig(method="kvcrush:tova", rate=4).resolved.selector.scope == "layer"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_names_of_wrappers():
         ("kvcrush:nothing", "did you mean"),
         ("kvcrush:full", "wanted one that evicts"),
         ("kvcrush:kmeans:snapkv", "wanted one that evicts by itself"),
-        ("kvcrush-openvino:kv-compress", "wanted an allocation that is not global"),
+        ("kvcrush-openvino:kv-compress", "wanted an allocator by layer"),
     ],
 )
 def test_names_that_are_none(name, says):
@@ -144,8 +144,7 @@ def test_overrides_reach_every_part():
     assert config.resolved.protected_share == 0
     assert (config.resolved.protected, config.resolved.sinks) == (5, 2)
     config = CompressionConfig(method="ada-snapkv", window=16, rate=2)
-    assert config.resolved.observation is not None
-    assert (config.resolved.observation.window, config.resolved.protected) == (16, 16)
+    assert (config.resolved.scorer, config.resolved.protected) == (SnapKV(window=16), 16)
 
 
 def test_the_page_on_methods_lists_every_one():

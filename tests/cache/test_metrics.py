@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache.methods import METHODS
-from kvjax.cache.metrics import pool_metric, pool_metric_at, reduce_group
-from kvjax.kernels import window_metrics
+from kvjax.cache.policy import LayerView
+from kvjax.cache.policy.pooling import pool_metric, pool_metric_at, reduce_group
 from tests import oracle
 from tests.oracle.scores import avg_pool
 
@@ -25,20 +25,11 @@ PROTECTED = {"kv-compress": 8, "kv-compress-w8-l1": 8}  # 32 for the others
 
 
 def measured(name: str, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The metric [H, T] by kvjax's own parts, put together as the method states itself."""
-    observation = METHODS[name].observation
-    assert observation is not None
-    tokens = len(q)
-    first = max(0, tokens - (observation.window or tokens))
-    received = window_metrics(
-        jnp.asarray(q[first:]),
-        jnp.asarray(k),
-        query_position=jnp.arange(first, tokens, dtype=jnp.int32),
-        power=observation.power,
-        excluded_distance=observation.excluded_distance,
-    )
-    pooled = pool_metric(received, observation.pool)
-    return np.asarray(reduce_group(pooled.reshape(HEADS, -1, tokens), observation.group))
+    """The metric [H, T] that the method's scorer gives."""
+    scorer = METHODS[name].scorer
+    assert scorer is not None
+    view = LayerView(0, jnp.asarray(q), jnp.asarray(k), jnp.int32(len(q)), jnp.int32(0))
+    return np.asarray(scorer.score(view, {}).metric)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 5])

@@ -1,6 +1,7 @@
 """Tokens that all heads keep because one reads them, and the sampled background."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache.methods import Observation, get_method
-from kvjax.cache.metrics import fading_pool
-from kvjax.cache.observe import (
-    READ,
-    Observed,
-    background,
-    keep_reads,
-    observe_chunk,
-    observe_prompt,
-    plain_metric,
-    unobserved,
-)
+from kvjax.cache.methods import get_method
+from kvjax.cache.methods.shared_reads import READ, SharedReads, background
+from kvjax.cache.policy import LayerView, Observer
+from kvjax.cache.policy.pooling import fading_pool
 from kvjax.kernels import prefill_attention_with_log_sum
 from tests.oracle.scores import Prompt, read_by_any, sampled_mean
 
 L, H, R, D, T = 2, 2, 2, 8, 64
-METHOD = get_method("shared-reads")
+SCORER = SharedReads()
+OBSERVER = Observer(SCORER)
 
 
 def prompt(length: int, seed: int, *, ties: bool = False) -> tuple[np.ndarray, ...]:
@@ -39,28 +33,46 @@ def prompt(length: int, seed: int, *, ties: bool = False) -> tuple[np.ndarray, .
     return q, k
 
 
+def layers(observer: Observer, q, k, length) -> Any:
+    """Scores of all layers of a whole prompt."""
+
+    def one(part):
+        q, k = part
+        return observer.observe(LayerView(0, q, k, length, jnp.int32(0)), {})
+
+    return jax.lax.map(one, (q, k))
+
+
+def whole(observer: Observer, q, k, length) -> Any:
+    """The same once the last layer is through."""
+    length = jnp.asarray(length, jnp.int32)
+    return observer.finish(layers(observer, q, k, length), None, length, T)
+
+
 @jax.jit
 def observed_whole(q, k, length):
-    def one(part):
-        return observe_prompt(METHOD, 0, *part, length)  # type: ignore[call-arg]
-
-    return keep_reads(METHOD, jax.lax.map(one, (q, k)), length, T)
+    return whole(OBSERVER, q, k, length).metric
 
 
-def in_chunk(method, q, k, held: int, length: int, order: np.ndarray):
+def in_chunk(observer, q, k, held: int, length: int, order: np.ndarray):
     """The same prompt of which `held` tokens are there already, in any order within each head."""
     taken = order[..., None]
     held_k = np.take_along_axis(k[:, :held].swapaxes(1, 2), taken, axis=2)
 
     @jax.jit
     def run(q, k, held_k, position, length):
-        def one(part):
-            q, k, held_k, position = part
-            start = jnp.int32(held)
-            return observe_chunk(method, 0, q, k, length - held, start, held_k, position)
+        token = jnp.arange(held, T, dtype=jnp.int32)
+        new = jnp.broadcast_to(jnp.where(token < length, token, -1), (L, H, T - held))
+        position = jnp.concatenate([position, new], axis=-1)
+        keys = jnp.concatenate([jnp.swapaxes(held_k, 1, 2), k[:, held:]], axis=1)
 
-        parts = (q[:, held:], k[:, held:], held_k, position)
-        return keep_reads(method, jax.lax.map(one, parts), length, T)
+        def one(part):
+            q, k, position = part
+            view = LayerView(0, q, k, length - held, jnp.int32(held), position)
+            return observer.observe(view, {})
+
+        scores = jax.lax.map(one, (q[:, held:], keys, position))
+        return observer.finish(scores, position, length, T).metric
 
     return np.asarray(run(q, k, held_k, order.astype(np.int32), np.int32(length)))
 
@@ -114,13 +126,8 @@ def test_reading_goes_on_where_it_was():
 def test_where_nothing_is_read_heads_go_by_their_own_metric():
     """Equal keys: every query spreads its attention evenly, and far less than that is read."""
     q, k = prompt(64, 0, ties=True)
-    without = dataclasses.replace(METHOD.observation, reads=None)  # type: ignore[type-var]
-    method = dataclasses.replace(METHOD, observation=without)
-
-    def one(part):
-        return observe_prompt(method, 0, *part, 64)  # type: ignore[call-arg]
-
-    own = jax.jit(lambda *qk: jax.lax.map(one, qk))
+    without = Observer(dataclasses.replace(SCORER, tokens=0))
+    own = jax.jit(lambda q, k: layers(without, q, k, jnp.int32(64)).metric)
     np.testing.assert_allclose(observed_whole(q, k, np.int32(64)), own(q, k), rtol=1e-5)
 
 
@@ -129,12 +136,11 @@ def test_where_nothing_is_read_heads_go_by_their_own_metric():
 def test_background_is_the_mean_of_a_sample(length, log_sum):
     """Also where the attention has told the log-sum-exp of each query."""
     q, k = prompt(length, length)
-    observation = Observation(window=4, background=60)
 
     @jax.jit
     def sampled(q, k, n):
         sums = prefill_attention_with_log_sum(q, k, k)[1] if log_sum else None
-        return background(observation, q, k, jnp.int32(0), n, None, sums)
+        return 60 * background(LayerView(0, q, k, n, jnp.int32(0), log_sum=sums))
 
     got = np.asarray(sampled(q[0], k[0], np.int32(length)))
     oracle = Prompt(q[:, :length], k[:, :length], k[:, :length], 8, 4)
@@ -147,19 +153,14 @@ def test_background_is_the_mean_of_a_sample(length, log_sum):
 def test_chunks_read_what_the_whole_prompt_reads(held):
     """Where heads hold everything, in whatever order. The background is that of the chunk alone:
     tests/cache/test_chunks.py has it, and heads that do not hold everything."""
-    observation = dataclasses.replace(METHOD.observation, background=0.0)  # type: ignore[type-var]
-    method = dataclasses.replace(METHOD, observation=observation)
+    plain = Observer(dataclasses.replace(SCORER, background=0.0))
     length = 61
     q, k = prompt(length, held)
     rng = np.random.default_rng(held)
     order = np.stack([[rng.permutation(held) for _ in range(H)] for _ in range(L)])
-    got = in_chunk(method, q, k, held, length, order)
+    got = in_chunk(plain, q, k, held, length, order)
 
-    def one(part):
-        return observe_prompt(method, 0, *part, length)  # type: ignore[call-arg]
-
-    whole = jax.jit(lambda *qk: keep_reads(method, jax.lax.map(one, qk), jnp.int32(length), T))
-    want = np.asarray(whole(q, k))
+    want = np.asarray(jax.jit(lambda q, k: whole(plain, q, k, length).metric)(q, k))
     there = np.take_along_axis(want, order, axis=2)
     np.testing.assert_allclose(got[..., :held], there, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(got[..., held:length], want[..., held:length], rtol=1e-5, atol=1e-7)
@@ -171,7 +172,7 @@ def test_the_order_in_which_heads_hold_kvs_does_not_matter():
     metrics = []
     for order in (np.arange(20), np.random.default_rng(0).permutation(20)):
         orders = np.broadcast_to(order, (L, H, 20))
-        got = in_chunk(METHOD, q, k, 20, 60, orders)
+        got = in_chunk(OBSERVER, q, k, 20, 60, orders)
         by_position = np.empty_like(got[..., :20])
         np.put_along_axis(by_position, orders, got[..., :20], axis=2)
         metrics.append(np.concatenate([by_position, got[..., 20:60]], axis=2))
@@ -181,30 +182,20 @@ def test_the_order_in_which_heads_hold_kvs_does_not_matter():
 
 def test_room_has_the_shape_of_what_is_observed():
     q, k = prompt(60, 2)
-    for name in ("shared-reads", "kvcrush:shared-reads", "kv-compress", "kvcrush:snapkv"):
-        method = get_method(name)
-
-        def one(part, method=method):
-            return observe_prompt(method, 0, *part, jnp.int32(60))  # type: ignore[call-arg]
-
-        got = jax.eval_shape(lambda *qk, one=one: jax.lax.map(one, qk), q, k)
-        room = unobserved(method, (L, H, R), T)
+    for name in ("shared-reads", "kvcrush:shared-reads", "kv-compress", "lazyeviction"):
+        observer = get_method(name).observer
+        got = jax.eval_shape(lambda q, k, o=observer: layers(o, q, k, jnp.int32(60)), q, k)
+        view = LayerView(0, jnp.asarray(q[0]), jnp.asarray(k[0]), jnp.int32(60), jnp.int32(0))
+        room = observer.room(view, {}, L)
         assert jax.tree.structure(room) == jax.tree.structure(got)
         assert [x.shape for x in jax.tree.leaves(room)] == [x.shape for x in jax.tree.leaves(got)]
 
 
-def test_what_is_observed_ends_as_plain_metrics():
+def test_scores_of_query_heads_are_kept_where_they_are_wanted():
     q, k = prompt(60, 3)
     method = get_method("kvcrush:shared-reads")
-
-    def one(part):
-        return observe_prompt(method, 0, *part, jnp.int32(60))  # type: ignore[call-arg]
-
-    def all_layers(*qk):
-        return keep_reads(method, jax.lax.map(one, qk), jnp.int32(60), T)
-
-    seen = jax.jit(all_layers)(q, k)
-    assert isinstance(seen, Observed)
-    assert seen.votes is not None
-    assert seen.window is None
-    assert np.array_equal(plain_metric(seen), observed_whole(q, k, np.int32(60)))
+    seen = jax.jit(lambda q, k: whole(method.observer, q, k, 60))(q, k)
+    assert seen.query_heads.shape == (L, H, R, T)
+    assert seen.joint is None
+    assert np.array_equal(seen.metric, observed_whole(q, k, np.int32(60)))
+    assert jax.eval_shape(lambda q, k: whole(OBSERVER, q, k, 60), q, k).query_heads is None

@@ -9,7 +9,8 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.cache.methods import get_method
-from kvjax.engine import steps
+from kvjax.engine.decode import decode_step
+from kvjax.engine.prefill import prefill_in_pool
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import init_params
 from tests.cache.pair import Geometry, assert_identical, filled, heads_of
@@ -37,13 +38,12 @@ def params():
 def test_a_refused_chunk(method, params):
     """16 tokens are held, 8 more need 8 blocks and 6 are free."""
     cache = filled([16], POOL).cache
-    chunk = jax.jit(partial(steps.prefill_chunk, MODEL, get_method(method)))
-    after, _, ok = chunk(params, cache, jnp.int32(0), jnp.arange(8, dtype=jnp.int32), jnp.int32(8))
+    chunk = jax.jit(partial(prefill_in_pool, MODEL, get_method(method).observer))
+    tokens = jnp.arange(8, dtype=jnp.int32)
+    after, _, ok = chunk(params, {}, cache, jnp.int32(0), tokens, jnp.int32(8))
     assert not ok
     assert_identical(cache, after, "refused chunk")
-    after, scores, ok = chunk(
-        params, cache, jnp.int32(0), jnp.arange(8, dtype=jnp.int32), jnp.int32(4)
-    )
+    after, scores, ok = chunk(params, {}, cache, jnp.int32(0), tokens, jnp.int32(4))
     assert ok
     assert np.isfinite(np.asarray(scores)).all()
     assert [x.position for x in heads_of(after)[0, 1, 1]] == list(range(20))
@@ -53,7 +53,7 @@ def test_a_refused_chunk(method, params):
 def test_a_refused_decode_step(method, params):
     """Both slots need four blocks for their next KV and only six are free."""
     pair = filled([8, 8], POOL)
-    step = jax.jit(partial(steps.decode_step, MODEL, get_method(method)))
+    step = jax.jit(partial(decode_step, MODEL, get_method(method).decode))
     tokens = jnp.asarray([3, 4], jnp.int32)
     after, _, ok = step(params, pair.cache, tokens, jnp.asarray([True, True]))
     assert not ok

@@ -1,12 +1,10 @@
 """OpenVINO's rule of representatives and the paper's, on one small layer, against the oracle."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
-from kvjax.cache.methods.base import Allocation, Method, Observation, Representatives
-from kvjax.cache.representatives import evicted_kvs
+from kvjax.cache.methods.kvcrush import SpreadOverBits
+from kvjax.cache.policy.select import Candidates
 from tests.cache.stand_in import QUICKLY
 from tests.oracle.scores import Prompt
 from tests.oracle.selection import crush
@@ -35,13 +33,10 @@ def layer(seed: int) -> tuple[np.ndarray, Prompt]:
 )
 def test_representatives_are_those_of_the_oracle(openvino, unit, anchor):
     mode = "openvino" if openvino else "paper"
-    chosen = Representatives(share=0.5, mode=mode, anchor=anchor, unit=unit)
-    shared = Allocation("uniform", "uniform") if openvino else Allocation()
-    method = Method(
-        "", "", Observation(window=None), allocation=shared, shared=openvino,
-        representatives=chosen,
-    )  # fmt: skip
-    evicted = QUICKLY(partial(evicted_kvs, method))
+    selector = SpreadOverBits(
+        scope="layer" if openvino else "head", share=0.5, mode=mode, anchor=anchor, compared=unit
+    )
+    evicted = QUICKLY(lambda *x: selector.choose(Candidates(*x)))
     for seed, kept in enumerate((3, 6, 9)):
         metric, prompt = layer(seed)
         if openvino:  # all heads of a layer keep the same, by one vector of metrics

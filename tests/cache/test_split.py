@@ -1,15 +1,13 @@
 """How budgets are split over layers and heads, and what age makes of a metric: the parts alone."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
 
-from kvjax.cache.allocate import apportion, layer_tokens
-from kvjax.cache.keys import method_keys
+from kvjax.cache.evict import eviction_scores
 from kvjax.cache.methods import get_method
-from kvjax.cache.methods.base import Allocation
+from kvjax.cache.methods.pyramidkv import Pyramid
+from kvjax.cache.policy.allocate import Budget, apportion
 from tests.oracle.scores import Prompt
 from tests.oracle.selection import pyramid_layers, webster
 
@@ -33,9 +31,14 @@ def test_pyramids_are_those_of_the_oracle(exact, cap, length):
     none = np.zeros((layers, length, 2, 1), np.float32)
     prompt = Prompt(none, none, none, cap, 4)
     want, _ = pyramid_layers(exact=exact)(prompt, window)
-    allocation = Allocation("pyramid", "uniform", exact=exact)
-    numbers = (np.int32(window), np.float32(cap), np.int32(length))
-    got = jax.jit(lambda *x: layer_tokens(allocation, layers, *x))(*numbers)
+    blocks = np.int32(cap * layers * 2 // 4)
+
+    @jax.jit
+    def tokens(blocks, window, length):
+        budget = Budget.of(blocks, length, window, 0.0, (layers, 2, 4))
+        return Pyramid(exact=exact).tokens(budget, {})
+
+    got = tokens(blocks, np.int32(window), np.int32(length))
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -46,8 +49,7 @@ def test_metrics_per_age_are_divided_by_the_queries_that_could_see_the_kv():
     metric = rng.random((2, 96)).astype(np.float32)
     position = np.broadcast_to(np.arange(96, dtype=np.int32), (2, 96))
     held, seen = np.full(2, 96, np.int32), np.full(2, 100, np.int32)
-    to_keys = jax.jit(partial(method_keys, method), static_argnums=(4, 5))
-    keys, raw = to_keys(metric, position, held, seen, 4, 32)
+    keys, raw = jax.jit(eviction_scores)(method, metric, {}, position, held, seen, 4)
     each = (metric / (100 - np.arange(96))).mean(axis=0)
     pages = np.repeat([np.inf, each[32:64].sum(), each[64:96].sum()], 32)
     for head in range(2):

@@ -56,7 +56,7 @@ def assert_only_the_second_failed(last, names, expected, error: str) -> None:
     assert got == expected[1][: len(got)]
 
 
-@pytest.mark.parametrize("name", ["begin", "advance", "start"])
+@pytest.mark.parametrize("name", ["begin", "advance", "insert"])
 def test_a_prompt_that_cannot_be_prefilled_ends_alone(tiny_params, expected, name, caplog):
     llm = make_llm(tiny_params)
 
@@ -82,7 +82,7 @@ def test_a_request_that_cannot_be_decoded_ends_alone(tiny_params, expected):
     def raises(slots, *_):
         return bad.slot in slots and len(bad.tokens) > after
 
-    failing(llm, "visit", raises, ValueError("two\nlines"))
+    failing(llm, "decode", raises, ValueError("two\nlines"))
     last = drain(llm)
     assert_only_the_second_failed(last, names, expected, "ValueError: two lines")
     assert len(last[names[1]].token_ids) > after
@@ -153,7 +153,7 @@ def assert_alive(llm, params) -> None:
     assert_empty(llm)
 
 
-@pytest.mark.parametrize("when", ["visit", "advance", "start", "empty"])
+@pytest.mark.parametrize("when", ["decode", "advance", "insert", "empty"])
 def test_an_engine_that_lost_its_cache_says_so_until_it_is_reset(
     tiny_params, expected, when, caplog
 ):

@@ -188,7 +188,7 @@ def test_an_interrupted_prefill_is_done_again(tiny_params, expected):
     """Compilation and prefill take long: interruptions come through there, and cost nothing."""
     llm = make_llm(tiny_params)
     names = [llm.add_request(prompt, greedy(20)) for prompt in prompts_of(10, 40, 33)]
-    whole, calls = llm.worker._run, 0
+    whole, calls = llm.worker.compiled.run, 0
 
     def run(key, step, *args):
         nonlocal calls
@@ -198,7 +198,7 @@ def test_an_interrupted_prefill_is_done_again(tiny_params, expected):
                 interrupt()
         return whole(key, step, *args)
 
-    llm.worker._run = run
+    llm.worker.compiled.run = run
     last, interrupted = {}, 0
     while llm.has_unfinished():
         try:

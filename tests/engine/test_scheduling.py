@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -210,7 +211,7 @@ def test_a_pool_beyond_the_memory_is_refused(tiny_params, monkeypatch):
     model = LoadedModel(TINY, tiny_params, tiny_tokenizer(), "")
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2 * 10**7})
     monkeypatch.setattr("jax.devices", lambda: [device])
-    sizes = {"max_batch": 2, "prefill_chunk": 64, "prefill_scratch": 64}
+    sizes: dict[str, Any] = {"max_batch": 2, "prefill_chunk": 64, "prefill_scratch": 64}
     assert (
         plan_memory(model, EngineConfig(pool_tokens=4_000, **sizes), 256, "float32").total < 10**7
     )

@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
-from kvjax.engine import steps, visits
+from kvjax.engine import decode, insert, prefill, reclaim
 from kvjax.engine.sampling import SamplingParams, sampling_row
 from kvjax.models.llama import forward, logits
 from tests.engine.conftest import TINY
@@ -27,11 +27,11 @@ BUDGET = 2**31 - 1
 BLOCKS = 20 * HEADS
 
 # Nothing is donated: tests go on from the same cache.
-_prefill = jax.jit(steps.prefill, static_argnums=(0, 1))
-_admit = jax.jit(visits.admit, static_argnums=(0, 1))
-_visit = jax.jit(visits.decode_visit, static_argnums=(0, 1, 2, 3))
-_empty = jax.jit(visits.empty)
-_compress = jax.jit(visits.compress_some, static_argnums=(0, 1, 2))
+_prefill = jax.jit(prefill.prefill, static_argnums=(0, 1))
+_insert = jax.jit(insert.insert, static_argnums=0)
+_decode = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3))
+_empty = jax.jit(reclaim.empty)
+_compress = jax.jit(reclaim.compress_slots, static_argnums=(0, 1))
 
 
 @jax.jit
@@ -65,29 +65,33 @@ class Bench:
         )
         # A pool of another size would compile every step again.
         self.cache = dataclasses.replace(cache, free=jnp.arange(BLOCKS) >= BLOCKS - num_free)
-        self.state = visits.init_slots(SLOTS)
+        self.state = decode.init_slots(SLOTS)
 
     def start(
         self, slot, prompt, *, remaining=20, stop=True, observed=True, eos=NO_EOS, **sampling
-    ) -> visits.StartReport:
+    ) -> insert.InsertReport:
         tokens = np.zeros(ROOM, np.int32)
         tokens[: len(prompt)] = prompt
-        made, scores = _prefill(TINY, METHOD, self.params, tokens, np.int32(len(prompt)))
-        row = visits.Start(
+        made, scores = _prefill(
+            TINY, METHOD.observer, self.params, {}, tokens, np.int32(len(prompt))
+        )
+        row = insert.Start(
+            np.int32(slot),  # type: ignore[arg-type]
+            scores,
             np.int32(remaining),  # type: ignore[arg-type]
             np.bool_(stop),  # type: ignore[arg-type]
             np.bool_(observed),  # type: ignore[arg-type]
             sampling_row(SamplingParams(**sampling)),
         )
-        self.cache, self.state, report = _admit(
-            None, TOP, self.cache, self.state, np.int32(slot), made, np.int32(BUDGET), scores,
-            row, np.asarray(eos, np.int32),
+        self.cache, self.state, report = _insert(
+            TOP, None, {}, self.cache, self.state, made, np.int32(BUDGET), row,
+            np.asarray(eos, np.int32),
         )  # fmt: skip
         return report
 
-    def visit(self, *slots: int, limit: int = STEPS, eos=NO_EOS) -> visits.VisitReport:
-        self.cache, self.state, report = _visit(
-            TINY, METHOD, STEPS, TOP, self.params, self.cache, self.state,
+    def visit(self, *slots: int, limit: int = STEPS, eos=NO_EOS) -> decode.DecodeReport:
+        self.cache, self.state, report = _decode(
+            TINY, METHOD.decode, STEPS, TOP, self.params, self.cache, self.state,
             np.asarray(slots, np.int32), np.int32(limit), np.asarray(eos, np.int32),
         )  # fmt: skip
         return report
@@ -213,9 +217,9 @@ def test_scores_are_those_of_the_token_that_was_drawn(bench):
     report = bench.visit(9, 1, 9, 9)
     tokens = [int(started.token), *np.asarray(report.tokens)[:, 1]]
     wanted = bench.log_p([*SHORT, *tokens])[len(SHORT) - 1 : -1]
-    chosen = [started.scores.chosen[0], *report.scores.chosen[:, 1]]
-    top = [started.scores.top[0], *report.scores.top[:, 1]]
-    top_ids = [started.scores.top_ids[0], *report.scores.top_ids[:, 1]]
+    chosen = [started.log_probs.chosen[0], *report.log_probs.chosen[:, 1]]
+    top = [started.log_probs.top[0], *report.log_probs.top[:, 1]]
+    top_ids = [started.log_probs.top_ids[0], *report.log_probs.top_ids[:, 1]]
     best = np.argsort(-wanted, axis=-1)[:, :TOP]
     assert (best[:, 0] != tokens).all()
     np.testing.assert_allclose(chosen, wanted[np.arange(1 + STEPS), tokens], atol=2e-4)
@@ -312,7 +316,7 @@ def test_compression_keeps_each_sequences_newest(bench):
     slots, keep = np.asarray([1, 9, 0, 9], np.int32), np.full(4, 2 * HEADS, np.int32)
     protected = np.asarray([7, 0, 1, 0], np.int32)
     before = bench.cache
-    bench.cache, freed = _compress(method, 100_000, 8, before, slots, keep, protected)
+    bench.cache, freed = _compress(100_000, 8, method, {}, before, slots, keep, protected)
     assert freed.tolist() == [2 * HEADS, 0, 2 * HEADS, 0]
     lengths = np.asarray(bench.cache.context_len)
     for layer, head in np.ndindex(TINY.num_layers, TINY.num_kv_heads):

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.cache.methods import get_method
-from kvjax.engine import visits
+from kvjax.cache import Scores, get_method
+from kvjax.engine import decode, insert, prefill, reclaim
 from kvjax.engine.sampling import init_sampling
-from kvjax.engine.steps import PromptKV
 from kvjax.models.llama import abstract_params
 from tests.cache.programs import abstract_cache, pool_bytes, unchecked
 from tests.cache.test_memory_of_steps import MODEL, SHAPES
@@ -28,9 +27,9 @@ def abstract(tree) -> Any:
 
 
 def visit(method: str, num_top: int | None = None, stacked: bool = True) -> tuple:
-    run = partial(visits.decode_visit, MODEL, get_method(method), 4, num_top)
+    run = partial(decode.decode, MODEL, get_method(method).decode, 4, num_top)
     params = abstract_params(MODEL, jnp.float32, stacked)
-    state = abstract(visits.init_slots(SHAPES.S))
+    state = abstract(decode.init_slots(SHAPES.S))
 
     def step(cache, params, state, slots, limit, eos):
         return run(params, cache, state, slots, limit, eos)
@@ -39,24 +38,28 @@ def visit(method: str, num_top: int | None = None, stacked: bool = True) -> tupl
 
 
 def admit(method: str | None) -> tuple:
-    run = partial(visits.admit, None if method is None else get_method(method), None)
+    chosen = None if method is None else get_method(method)
+
+    def run(cache, state, prompt, keep, start, eos):
+        return insert.insert(None, chosen, {}, cache, state, prompt, keep, start, eos)
+
     kv = array(SHAPES.L, 64, SHAPES.H, SHAPES.d, dtype=jnp.float32)
     metric = array(SHAPES.L, SHAPES.H, 64, dtype=jnp.float32)
-    state = abstract(visits.init_slots(SHAPES.S))
+    state = abstract(decode.init_slots(SHAPES.S))
     scores = array(MODEL.vocab_size, dtype=jnp.float32)
-    start = visits.Start(NUMBER, FLAG, FLAG, abstract(init_sampling(1)))
-    prompt = PromptKV(kv, kv, metric, NUMBER)
-    return run, (abstract_cache(SHAPES), state, NUMBER, prompt, NUMBER, scores, start, EOS)
+    start = insert.Start(NUMBER, scores, NUMBER, FLAG, FLAG, abstract(init_sampling(1)))
+    prompt = prefill.PromptKV(kv, kv, Scores(metric), NUMBER)
+    return run, (abstract_cache(SHAPES), state, prompt, NUMBER, start, EOS)
 
 
 def compress(method: str) -> tuple:
-    run = partial(visits.compress_some, get_method(method), 100_000, 16)
+    run = partial(reclaim.compress_slots, 100_000, 16, get_method(method), {})
     return run, (abstract_cache(SHAPES), SOME, SOME, SOME)
 
 
 def empty() -> tuple:
     marked = array(SHAPES.S, dtype=jnp.bool_)
-    return visits.empty, (abstract_cache(SHAPES), abstract(visits.init_slots(SHAPES.S)), marked)
+    return reclaim.empty, (abstract_cache(SHAPES), abstract(decode.init_slots(SHAPES.S)), marked)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import init_cache
-from kvjax.cache.methods import get_method
-from kvjax.engine import steps
+from kvjax.cache import get_method, init_cache, write_survivors
+from kvjax.engine.decode import decode_step as decode_one
+from kvjax.engine.prefill import prefill as run_prompt
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.rows import PROTOCOLS
@@ -106,17 +106,21 @@ def test_an_answer_that_the_model_gives_counts_as_exact(evaluator, tiny_model):
 
 @functools.cache
 def decode_step():
-    return jax.jit(functools.partial(steps.decode_step, TINY, get_method("full")))
+    return jax.jit(functools.partial(decode_one, TINY, None))
 
 
 @functools.cache
 def prefill(method):
-    return jax.jit(functools.partial(steps.prefill, TINY, get_method(method)))
+    return jax.jit(functools.partial(run_prompt, TINY, get_method(method).observer))
 
 
 @functools.cache
 def admit(method):
-    return jax.jit(functools.partial(steps.admit, method=get_method(method)))
+    def write(cache, slot, prompt, keep):
+        given = (cache, slot, prompt.k, prompt.v, prompt.scores, prompt.length, keep)
+        return write_survivors(*given, get_method(method))
+
+    return jax.jit(write)
 
 
 def empty_cache():
@@ -139,7 +143,7 @@ def test_compressed_scores_equal_decoding_token_by_token(evaluator, tiny_model, 
     cut, full = tokens.cut(protocol), np.concatenate([tokens.prompt, tokens.target])
     result = run_row(evaluator, row, [protocol], [Variant(method, rate)])[protocol, method, rate]
 
-    prompt, scores = prefill(method)(tiny_model.params, padded(full[:cut]), np.int32(cut))
+    prompt, scores = prefill(method)(tiny_model.params, {}, padded(full[:cut]), np.int32(cut))
     cache = empty_cache()
     keep = rate_blocks(cut, rate, HEADS, 4)
     cache, _, ok = admit(method)(cache, np.int32(0), prompt, np.int32(keep))
@@ -228,7 +232,7 @@ def test_free_answers_come_from_the_compressed_cache(tiny_model, protocol, metri
     result = run_row(evaluator, row, [protocol], [Variant(method, rate)])[protocol, method, rate]
 
     def decoded(given: list[int], count: int) -> str:
-        prompt, scores = prefill(method)(tiny_model.params, padded(given[:cut]), np.int32(cut))
+        prompt, scores = prefill(method)(tiny_model.params, {}, padded(given[:cut]), np.int32(cut))
         cache = empty_cache()
         keep = np.int32(rate_blocks(cut, rate, HEADS, 4))
         cache, _, _ = admit(method)(cache, np.int32(0), prompt, keep)

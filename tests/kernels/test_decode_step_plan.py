@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
-from kvjax.engine.steps import decode_step
+from kvjax.engine.decode import decode_step
 from kvjax.kernels.paged_attention import worklist
 from kvjax.models.config import LlamaConfig
 from kvjax.models.llama import abstract_params
@@ -46,7 +46,7 @@ def traced(method: str):
     params = abstract_params(MODEL, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
     active = jax.ShapeDtypeStruct((SLOTS,), jnp.bool_)
-    step = jax.jit(functools.partial(decode_step, MODEL, get_method(method)))
+    step = jax.jit(functools.partial(decode_step, MODEL, get_method(method).decode))
     return step.trace(params, cache, tokens, active)
 
 

@@ -2,17 +2,12 @@
 
 import dataclasses
 
-import pytest
-
-from kvjax.cache.methods import (
-    METHODS,
-    Allocation,
-    Method,
-    Observation,
-    Representatives,
-    get_method,
-)
-from kvjax.cache.methods.base import Reads
+from kvjax.cache.methods import METHODS, get_method
+from kvjax.cache.methods.adakv import Ada
+from kvjax.cache.methods.kvcrush import SpreadOverBits
+from kvjax.cache.methods.pyramidkv import Pyramid
+from kvjax.cache.methods.snapkv import SnapKV
+from kvjax.cache.policy import ByLayer, Method
 from kvjax.cli import main_of
 from tests.scripts.conftest import load_script
 
@@ -37,63 +32,43 @@ def test_rows_say_what_their_methods_do():
     method = Method(
         "mine",
         "",
-        Observation(
-            window=5,
-            power=2,
-            pool=3,
-            pool_kind="avg",
-            pool_window=False,
-            group="mean",
-            group_first=True,
-            excluded_distance=4,
-            background=7,
-            reads=Reads(tokens=6),
-            query_decay=0.5,
-            accumulate=True,
-            decode_decay=0.9,
-        ),
+        SnapKV(window=5, pool=3, pool_kind="avg"),
+        ByLayer(Pyramid(beta=9, exact=False), Ada(floor=0.3)),
+        SpreadOverBits(share=0.5, anchor="mean", compared=4),
         protected=1,
         protected_share=0.25,
         sinks=2,
-        allocation=Allocation("pyramid", "ada", beta=9, exact=False, floor=0.3),
-        unit=8,
-        per_age=True,
-        representatives=Representatives(share=0.5, anchor="mean", unit=4),
-        runs="both",
         query_aware=False,
         evidence="A",
     )
     assert TABLE.row(method) == (
         "`mine`",
+        "SnapKV(window=5, pool=3, pool_kind=avg, group_first=True)",
+        "ByLayer(layers=Pyramid(beta=9, exact=False), heads=Ada(floor=0.3)); **more than the cap**",
         (
-            "last 5 queries, Σ p² · 0.5ⁿ, avg 3 before the window, 4 apart, heads: mean first, "
-            "+ 7 · mean p² of 256; 6 tokens read by any head; decode decays 0.9, adds"
+            "SpreadOverBits(unit=1, scope=head, share=0.5, compared=4, mode=paper, "
+            "anchor=mean, pick=random, seed=0)"
         ),
-        "pyramid β 9, floored: **more than the cap**, Ada heads α 0.3",
-        "pages of 8, per query; 50 % KVCrush mean by 4",
         "newest 1, newest 0.25 of the cap, first 2",
         "no",
-        "both",
+        "prefill",
         "A",
     )
-    assert TABLE.row(get_method("kmeans-10:tova"))[3] == "KVs, same in a layer; 10 % k-means"
+    assert "share=0.1, iterations=10)" in TABLE.row(get_method("kmeans-10:tova"))[3]
+    assert TABLE.row(METHODS["full"])[1:5] == ("–",) * 4
+    assert TABLE.row(METHODS["a2sf"])[6] == "both"
 
 
 def test_another_table_is_noticed_and_mended(tmp_path, monkeypatch, capsys):
     page = tmp_path / "methods.md"
-    page.write_text(TABLE.PAGE.read_text().replace("60 · mean", "30 · mean"))
+    page.write_text(TABLE.PAGE.read_text().replace("background=60", "background=30"))
     monkeypatch.setattr(TABLE, "PAGE", page)
     assert TABLE.main(["--check"]) == 1
     assert TABLE.main([]) == 0
     assert TABLE.main(["--check"]) == 0
-    assert "60 · mean" in page.read_text()
+    assert "background=60" in page.read_text()
     observed = dataclasses.replace(METHODS["tova"], protected=9)
     assert TABLE.protects(observed) == "newest 9"
     page.write_text("# Methods\n")
     assert main_of(TABLE.main, []) == 2
     assert "has no table" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["full", "random", "key-norm"])
-def test_methods_without_queries_say_so(name):
-    assert "quer" not in TABLE.row(METHODS[name])[1]

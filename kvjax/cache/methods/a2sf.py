@@ -5,24 +5,18 @@ counts α^n; the newest 16 tokens stay. α is 0.95 in the authors' current examp
 older code; the paper's values per model are unverified. Decoding goes on in the same way.
 """
 
-from kvjax.cache.methods.base import Allocation, Method, Observation
+from kvjax.cache.methods.h2o import Accumulated
+from kvjax.cache.policy.allocate import ByLayer
+from kvjax.cache.policy.method import Method
 
 
 def _a2sf(name: str, forget: float) -> Method:
     return Method(
         name,
         f"attention received so far, each step forgets {100 * (1 - forget):.0f} %",
-        Observation(
-            window=None,
-            power=1,
-            pool=1,
-            query_decay=forget,
-            accumulate=True,
-            decode_decay=forget,
-        ),
+        Accumulated(forget=forget, continual=True),
+        allocator=ByLayer(),
         protected=16,
-        allocation=Allocation("uniform", "uniform"),
-        runs="both",
         evidence="C",
     )
 

@@ -9,31 +9,69 @@ rule: ⌊α · n⌋ KVs of each head are safe, of the rest the lowest of the lay
 
 import dataclasses
 
-from kvjax.cache.methods.base import Allocation, Method
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.cache.methods.pyramidkv import Pyramid
 from kvjax.cache.methods.snapkv import METHODS as SNAPKV
+from kvjax.cache.policy.allocate import ByLayer, CheapestBlocks, EvenHeads, EvenLayers
+from kvjax.cache.policy.block_cost import smallest
+from kvjax.cache.policy.checks import check_numbers
+from kvjax.cache.policy.method import Method
 
 _W32, _KVPRESS = SNAPKV[1], SNAPKV[3]
 
+
+@dataclasses.dataclass(frozen=True)
+class Ada(EvenHeads):
+    """A head's share goes by how many of the layer's largest scores it has."""
+
+    floor: float = 0.2
+    """α, the share that is split evenly."""
+
+    def __post_init__(self):
+        check_numbers(self, 0, 1, "floor")
+
+    def shares(
+        self,
+        scores: Float[Array, "H T"],
+        tokens: Float[Array, ""],
+        protected: Int32[Array, ""],
+    ) -> Float[Array, " H"]:
+        num_heads = scores.shape[0]
+        base = jnp.floor(jnp.maximum(tokens - protected, 0))
+        # Largest first; of equal ones those of the highest head and index, which are evicted last.
+        claims = jnp.where(jnp.isfinite(scores), -scores, jnp.inf).reshape(-1)[::-1]
+        wanted = jnp.minimum(
+            (num_heads * base).astype(jnp.int32), jnp.sum(jnp.isfinite(claims), dtype=jnp.int32)
+        )
+        last = jnp.sort(claims)[jnp.maximum(wanted - 1, 0)]
+        top = smallest(claims, wanted, jnp.where(wanted > 0, last, -jnp.inf))[::-1]
+        count = jnp.sum(top.reshape(scores.shape), axis=-1).astype(jnp.float32)
+        return jnp.round(count * (1 - self.floor) + jnp.floor(self.floor * base)) + protected
+
+
+def ada_kv(base: Method, name: str, summary: str, floor: float = 0.2) -> Method:
+    """`base` with the heads of a layer sharing its budget by Ada-KV's rule; α is `floor`."""
+    layers = base.allocator.layers if isinstance(base.allocator, ByLayer) else EvenLayers()
+    allocator = ByLayer(layers, Ada(floor))
+    return dataclasses.replace(base, name=name, summary=summary, allocator=allocator)
+
+
 METHODS: tuple[Method, ...] = (
     *(
-        dataclasses.replace(
-            _W32,
-            name=name,
-            summary=f"SnapKV's scores, heads share their layer's budget, α {floor}",
-            allocation=Allocation("uniform", "ada", floor=floor),
-        )
+        ada_kv(_W32, name, f"SnapKV's scores, heads share their layer's budget, α {floor}", floor)
         for name, floor in (("ada-snapkv", 0.2), ("ada-snapkv-a50", 0.5))
     ),
-    dataclasses.replace(
-        _W32,
-        name="ada-pyramidkv",
-        summary="PyramidKV's layer budgets, shared by the heads of a layer, α 0.2",
-        allocation=Allocation("pyramid", "ada", floor=0.2),
+    ada_kv(
+        dataclasses.replace(_W32, allocator=ByLayer(Pyramid())),
+        "ada-pyramidkv",
+        "PyramidKV's layer budgets, shared by the heads of a layer, α 0.2",
     ),
     dataclasses.replace(
         _KVPRESS,
         name="ada-snapkv-kvpress",
         summary="SnapKV's scores, the cheapest blocks of each layer, a fifth of each head safe",
-        allocation=Allocation("uniform", "cheapest", floor=0.2),
+        allocator=ByLayer(heads=CheapestBlocks(safe=0.2)),
     ),
 )

@@ -1,5 +1,5 @@
 """The full cache: nothing is ever evicted. What every other method is measured against."""
 
-from kvjax.cache.methods.base import Method
+from kvjax.cache.policy.method import Method
 
-METHODS = (Method("full", "keeps every KV", observation=None, runs="both", query_aware=False),)
+METHODS = (Method("full", "keeps every KV", scorer=None, query_aware=False),)

@@ -8,28 +8,67 @@ compressed (`compress_every`) and in whole blocks, where theirs drops one KV in 
 query heads of a KV head are added; the authors' models have one query head per KV head.
 """
 
-from kvjax.cache.methods.base import Allocation, Method, Observation
+import dataclasses
 
-_UNIFORM = Allocation("uniform", "uniform")
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.cache.policy.allocate import ByLayer
+from kvjax.cache.policy.attention import received
+from kvjax.cache.policy.checks import check_attention, check_numbers
+from kvjax.cache.policy.decode import AddAttention
+from kvjax.cache.policy.method import AttentionScorer, Method
+from kvjax.cache.policy.score import Artefacts, DecodeRule, LayerView, Scores
+from kvjax.checks import check_flag
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated(AttentionScorer):
+    """Attention from all queries so far, the query heads of a group added."""
+
+    window: int | None = None
+    """Last queries that are observed; None for all."""
+    forget: float = 1.0
+    """A query n tokens before the last one counts this to the power of n (A2SF's α)."""
+    continual: bool = False
+    """Whether decode steps go on adding."""
+
+    def __post_init__(self):
+        check_attention(self)
+        check_numbers(self, 0, 1, "forget")
+        check_flag("continual", self.continual)
+
+    @property
+    def decode(self) -> DecodeRule | None:
+        return AddAttention(1, self.forget) if self.continual else None
+
+    def carry(self, length: Int32[Array, ""]) -> Float[Array, ""] | None:
+        if self.window is not None:
+            return None
+        return jnp.float32(self.forget) ** length.astype(jnp.float32)
+
+    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        given = received(view, self.window, decay=self.forget)
+        return Scores(jnp.sum(given, axis=1), query_heads=given)
+
 
 METHODS = (
     Method(
         "h2o",
         "attention received from all queries of the prompt",
-        Observation(window=None, power=1, pool=1),
+        Accumulated(),
+        allocator=ByLayer(),
         protected=8,
-        allocation=_UNIFORM,
         query_aware=False,
         evidence="C",
     ),
     Method(
         "h2o-decode",
         "attention received from all queries so far; half of the cache for the newest tokens",
-        Observation(window=None, power=1, pool=1, accumulate=True),
+        Accumulated(continual=True),
+        allocator=ByLayer(),
         protected_share=0.5,
-        allocation=_UNIFORM,
         query_aware=False,
-        runs="both",
         evidence="C",
     ),
 )

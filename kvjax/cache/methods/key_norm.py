@@ -4,16 +4,36 @@ Needs no attention: the metric is minus the norm, given to each KV when it is wr
 exemption of the first two layers is not applied.
 """
 
-from kvjax.cache.methods.base import Allocation, Method, Observation
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.cache.policy.allocate import ByLayer
+from kvjax.cache.policy.decode import Intrinsic
+from kvjax.cache.policy.method import Method
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyNorm(Intrinsic):
+    """Minus the L2 norm of the key, which rotation leaves as it is."""
+
+    def of(
+        self,
+        layer: Int32[Array, ""] | int,
+        k: Float[Array, "*rows H d"],
+        position: Int32[Array, "*rows H"],
+    ) -> Float[Array, "*rows H"]:
+        return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
+
 
 METHODS = (
     Method(
         "key-norm",
         "the keys of lowest L2 norm",
-        Observation(window=None, source="key-norm", pool=1),
-        allocation=Allocation("uniform", "uniform"),
+        KeyNorm(),
+        allocator=ByLayer(),
         query_aware=False,
-        runs="both",
         evidence="U",
     ),
 )

@@ -5,18 +5,59 @@ attention of the last 8 queries. Pooling 7 and protected = window as in the auth
 full-window variant leaves out the 10 queries after each key, does not pool and protects 32.
 """
 
-from kvjax.cache.methods.base import Method, Observation
+import dataclasses
+
+from kvjax.cache.policy.attention import pooled, received
+from kvjax.cache.policy.checks import check_attention, check_one_of, check_wholes
+from kvjax.cache.policy.decode import AddAttention
+from kvjax.cache.policy.method import AttentionScorer, Method
+from kvjax.cache.policy.pooling import GroupReduction, reduce_group
+from kvjax.cache.policy.score import Artefacts, DecodeRule, LayerView, Scores
+from kvjax.checks import INT32_MAX, check_flag
 
 
-def _windowed(name: str, window: int, power: int, **observation) -> Method:
+@dataclasses.dataclass(frozen=True)
+class KVCompress(AttentionScorer):
+    """Attention to the power of `power`, max-pooled per query head, then joined over the group
+    (equations 6–11, 19)."""
+
+    window: int | None = 8
+    """Last queries that are observed; None for all."""
+    power: int = 2
+    pool: int = 7
+    """Keys that are pooled; 1 for none."""
+    group: GroupReduction = "sum"
+    excluded_distance: int = 0
+    """A key–query pair counts only if they are at least so many tokens apart."""
+    continual: bool = False
+    """Whether decode steps add to the metrics (equation 20)."""
+
+    def __post_init__(self):
+        check_attention(self)
+        check_wholes(self, 0, INT32_MAX, "excluded_distance")
+        check_one_of("group", self.group, GroupReduction)
+        check_flag("continual", self.continual)
+
+    @property
+    def decode(self) -> DecodeRule | None:
+        return AddAttention(self.power) if self.continual else None
+
+    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        given = received(
+            view, self.window, power=self.power, excluded_distance=self.excluded_distance
+        )
+        given = pooled(view, given, self.pool)
+        return Scores(reduce_group(given, self.group), query_heads=given)
+
+
+def _windowed(name: str, window: int, power: int, **scorer) -> Method:
     norm = "squared attention" if power == 2 else "attention"
     return Method(
         name,
         f"{norm} of the last {window} queries, global block budget"
-        + (", decode steps add to it" if observation.get("accumulate") else ""),
-        Observation(window=window, power=power, **observation),
+        + (", decode steps add to it" if scorer.get("continual") else ""),
+        KVCompress(window=window, power=power, **scorer),
         protected=window,
-        runs="both" if observation.get("accumulate") else "prefill",
         evidence="C",
     )
 
@@ -29,10 +70,10 @@ METHODS = (
     Method(
         "kv-compress-full-l2",
         "squared attention of every query at least 10 tokens later, global block budget",
-        Observation(window=None, power=2, pool=1, excluded_distance=10),
+        KVCompress(window=None, pool=1, excluded_distance=10),
         protected=32,
         query_aware=False,
         evidence="C",
     ),
-    _windowed("kv-compress-continual", 32, 2, accumulate=True),
+    _windowed("kv-compress-continual", 32, 2, continual=True),
 )

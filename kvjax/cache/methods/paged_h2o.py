@@ -7,27 +7,48 @@ default score, the sum divided by how many queries could see the token. Here cac
 compared by their metrics of the prompt (one choice) or of all steps so far (each compression).
 """
 
-from kvjax.cache.methods.base import Allocation, Method, Observation
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Num
+
+from kvjax.cache.methods.h2o import Accumulated
+from kvjax.cache.policy.allocate import ByLayer
+from kvjax.cache.policy.method import Method
+from kvjax.cache.policy.select import Selector
 
 
-def _paged(name: str, recent: int, *, per_age: bool) -> Method:
+@dataclasses.dataclass(frozen=True)
+class PerQuery(Accumulated):
+    """The same over the number of queries that could see the KV."""
+
+    def rank(
+        self,
+        metric: Float[Array, "*rows T"],
+        state: Mapping[str, Num[Array, "*rows T w"]],
+        position: Int32[Array, "*rows T"],
+        seq_len: Int32[Array, "*rows"],
+    ) -> Float[Array, "*rows T"]:
+        return metric / jnp.maximum(seq_len[..., None] - position, 1).astype(jnp.float32)
+
+
+def _paged(name: str, recent: int, scorer: Accumulated) -> Method:
+    of = " per query" if isinstance(scorer, PerQuery) else ""
     return Method(
         name,
-        f"pages of 32 tokens by accumulated attention{' per query' if per_age else ''}",
-        Observation(window=None, power=1, pool=1, accumulate=True),
+        f"pages of 32 tokens by accumulated attention{of}",
+        scorer,
+        allocator=ByLayer(),
+        selector=Selector(unit=32, scope="layer"),
         protected=recent,
         sinks=32,
-        allocation=Allocation("uniform", "uniform"),
-        unit=32,
-        shared=True,
-        per_age=per_age,
         query_aware=False,
-        runs="both",
         evidence="C",
     )
 
 
 METHODS = (
-    _paged("paged-h2o", 32, per_age=False),
-    _paged("paged-h2o-openvino", 128, per_age=True),
+    _paged("paged-h2o", 32, Accumulated(continual=True)),
+    _paged("paged-h2o-openvino", 128, PerQuery(continual=True)),
 )

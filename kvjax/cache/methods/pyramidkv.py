@@ -9,15 +9,59 @@ the others at the same cap; `pyramidkv-exact` keeps the schedule on its real lin
 
 import dataclasses
 
-from kvjax.cache.methods.base import Allocation, Method
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 from kvjax.cache.methods.snapkv import METHODS as SNAPKV
+from kvjax.cache.policy.allocate import Budget, ByLayer, EvenLayers
+from kvjax.cache.policy.checks import check_wholes
+from kvjax.cache.policy.method import Method
+from kvjax.cache.policy.score import Artefacts
+from kvjax.checks import INT32_MAX, check_flag
+
+
+@dataclasses.dataclass(frozen=True)
+class Pyramid(EvenLayers):
+    """Linearly less from layer to layer (section 3.2)."""
+
+    beta: int = 20
+    """The last layer keeps about 1/beta of the mean."""
+    exact: bool = True
+    """False for the authors' floored step, which keeps more than the cap says."""
+
+    def __post_init__(self):
+        check_wholes(self, 1, INT32_MAX, "beta")
+        check_flag("exact", self.exact)
+
+    @property
+    def overruns(self) -> bool:
+        return not self.exact
+
+    def tokens(self, budget: Budget, artefacts: Artefacts) -> Float[Array, " L"]:
+        window, seq_len = budget.protected, budget.seq_len
+        base = jnp.maximum(budget.cap.astype(jnp.int32) - window, 0)
+        low = base // self.beta
+        high = 2 * base - low
+        room = jnp.maximum(seq_len - window, 0)
+        low = jnp.where(high >= room, 2 * base - room, low)
+        high = jnp.minimum(high, room)
+        layer = jnp.arange(budget.num_layers, dtype=jnp.int32)
+        steps = max(1, budget.num_layers - 1)
+        if self.exact:
+            slope = (high - low).astype(jnp.float32) / steps
+            tokens = high.astype(jnp.float32) - layer.astype(jnp.float32) * slope
+        else:
+            tokens = (high - layer * ((high - low) // steps)).astype(jnp.float32)
+        pyramid = (seq_len >= 2 * base) & (budget.num_layers > 1)
+        return jnp.where(pyramid, tokens + window, super().tokens(budget, artefacts))
+
 
 METHODS: tuple[Method, ...] = tuple(
     dataclasses.replace(
         SNAPKV[0],
         name=f"pyramidkv-{name}",
         summary=f"SnapKV's scores, linearly fewer blocks from layer to layer, {name} budgets",
-        allocation=Allocation("pyramid", "uniform", exact=name == "exact"),
+        allocator=ByLayer(Pyramid(exact=name == "exact")),
     )
     for name in ("exact", "faithful")
 )

@@ -1,21 +1,134 @@
 """Scissorhands (Liu et al. 2023): what was important often will be important again.
 
 Over the last 400 queries it counts how often a KV gets less than an even share of a query's
-attention; the KVs that are most often so unimportant go, the newest 10 stay. Here this is one
-choice after the prompt, each head keeps as much, and counts of the query heads are averaged. The
-original repeats it while decoding and gives later layers more cache by weights that its paper does
-not list. Known from a third party's code (cold-compress) only.
+attention; the KVs that are most often so unimportant go, the newest 10 stay. Each head keeps as
+much, and counts of the query heads are averaged. The original gives later layers more cache by
+weights that its paper does not list (`WeightedLayers`). Known from a third party's code
+(cold-compress) only.
+
+Decode steps go on counting. Hits are kept in nine parts of 50 steps, of which the oldest goes as a
+whole, so while decoding the last 400 to 450 steps count; and a step's hit is one of the mean
+attention of a group, which is all that a step tells.
 """
 
-from kvjax.cache.methods.base import Allocation, Method, Observation
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Num
+
+from kvjax.cache.policy.allocate import ByLayer
+from kvjax.cache.policy.checks import MOST_WINDOW, check_wholes
+from kvjax.cache.policy.method import Method
+from kvjax.cache.policy.score import (
+    Artefacts,
+    DecodeRule,
+    LayerView,
+    Plane,
+    Planes,
+    Scorer,
+    Scores,
+    StepView,
+)
+from kvjax.kernels import window_metrics
+
+PARTS = 9
+"""Parts of a window and a bit, whose hits are counted apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CountHits(DecodeRule):
+    """Counts the steps that give a KV an even share of their attention."""
+
+    steps: int
+    """Steps of a part."""
+
+    power: ClassVar[int] = 1
+    into: ClassVar[str] = "received"
+    planes: ClassVar[tuple[Plane, ...]] = (Plane("received"), Plane("hits", width=PARTS))
+
+    def after(self, planes: Planes, step: StepView) -> Planes:
+        at = step.rows(planes["hits"].shape[0])
+        given = planes["received"].at[at].get(mode="fill", fill_value=0)[..., 0]
+        share = step.group / jnp.maximum(step.context_len, 1)
+        hit = (given >= share[..., None, None]).astype(jnp.float32) * step.group
+        part = step.position // self.steps % PARTS
+        now = jax.nn.one_hot(part, PARTS, dtype=jnp.float32)
+        fresh = (step.position % self.steps == 0)[:, None] & (now > 0)
+        hits = planes["hits"].at[at].get(mode="fill", fill_value=0)
+        hits = jnp.where(fresh[:, None, None, None], 0, hits)
+        hits = hits + hit[..., None] * now[:, None, None, None]
+        return {
+            **planes,
+            "hits": planes["hits"].at[at].set(hits, mode="drop"),
+            # For the next step, which adds to it.
+            "received": planes["received"].at[at].set(0.0, mode="drop"),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class OftenImportant(Scorer):
+    """How many of the last queries give a KV an even share or more, the mean over a group."""
+
+    window: int = 400
+
+    def __post_init__(self):
+        check_wholes(self, 1, MOST_WINDOW, "window")
+
+    def with_window(self, window: int) -> "OftenImportant":
+        """The same with another observation window."""
+        return dataclasses.replace(self, window=window)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a part: the window and one part more are held."""
+        return -(-self.window // (PARTS - 1))
+
+    @property
+    def decode(self) -> DecodeRule:
+        return CountHits(self.steps)
+
+    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        current = (view.end - 1) // self.steps
+
+        def hits_of(part):
+            index = part * self.steps + jnp.arange(self.steps, dtype=jnp.int32) - view.start
+            counts = (index >= jnp.maximum(view.length - self.window, 0)) & (index < view.length)
+            given = window_metrics(
+                view.q[jnp.clip(index, 0, view.q.shape[0] - 1)],
+                view.k,
+                query_position=jnp.where(counts, view.start + index, -1),
+                key_position=None if view.position is None else view.position.T,
+                power=1,
+                above=1.0,
+            )
+            return jnp.sum(given.reshape(view.num_heads, -1, view.k.shape[0]), axis=1)
+
+        part = current - jnp.arange(PARTS, dtype=jnp.int32)
+        hits = jax.lax.map(hits_of, part)
+        group = view.q.shape[1] // view.num_heads
+        hits = jnp.zeros_like(hits).at[part % PARTS].set(hits)
+        return Scores(jnp.sum(hits, axis=0) / group, state={"hits": jnp.moveaxis(hits, 0, -1)})
+
+    def rank(
+        self,
+        metric: Float[Array, "*rows T"],
+        state: Mapping[str, Num[Array, "*rows T w"]],
+        position: Int32[Array, "*rows T"],
+        seq_len: Int32[Array, "*rows"],
+    ) -> Float[Array, "*rows T"]:
+        return jnp.sum(state["hits"], axis=-1) if "hits" in state else metric
+
 
 METHODS = (
     Method(
         "scissorhands",
         "how many of the last 400 queries gave a KV an even share or more",
-        Observation(window=400, power=1, pool=1, group="mean", statistic="hits"),
+        OftenImportant(),
+        allocator=ByLayer(),
         protected=10,
-        allocation=Allocation("uniform", "uniform"),
         query_aware=False,
         evidence="R",
     ),

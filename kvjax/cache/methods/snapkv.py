@@ -8,24 +8,53 @@ default was at first. Query heads are averaged before pooling, as the first two 
 queries; the class default follows kvpress, which pools first.
 """
 
-from kvjax.cache.methods.base import Allocation, Method, Observation
+import dataclasses
+
+from kvjax.cache.policy.allocate import ByLayer
+from kvjax.cache.policy.attention import pooled, received, window_start
+from kvjax.cache.policy.checks import check_attention, check_one_of
+from kvjax.cache.policy.method import AttentionScorer, Method
+from kvjax.cache.policy.pooling import PoolKind, reduce_group
+from kvjax.cache.policy.score import Artefacts, LayerView, Scores
+from kvjax.checks import check_flag
 
 
-def _snapkv(name: str, window: int, pool: int, kind, *, group_first: bool) -> Method:
+@dataclasses.dataclass(frozen=True)
+class SnapKV(AttentionScorer):
+    """Mean attention over the group, pooled over the keys before the window."""
+
+    window: int | None = 8
+    """Last queries that are observed; None for all."""
+    pool: int = 7
+    pool_kind: PoolKind = "max"
+    group_first: bool = True
+    """Whether query heads are averaged before pooling; otherwise each is pooled by itself."""
+
+    def __post_init__(self):
+        check_attention(self)
+        check_one_of("pool_kind", self.pool_kind, PoolKind)
+        check_flag("group_first", self.group_first)
+
+    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        given = received(view, self.window)
+
+        def joined(rows):
+            before = window_start(view, self.window)
+            return pooled(view, rows, self.pool, self.pool_kind, before=before)
+
+        heads = joined(given)
+        if self.group_first:
+            return Scores(joined(reduce_group(given, "mean")[:, None])[:, 0], query_heads=heads)
+        return Scores(reduce_group(heads, "mean"), query_heads=heads)
+
+
+def _snapkv(name: str, window: int, pool: int, kind: PoolKind, *, group_first: bool) -> Method:
     return Method(
         name,
         f"attention of the last {window} queries, {kind}-pooled over {pool} keys",
-        Observation(
-            window=window,
-            power=1,
-            pool=pool,
-            pool_kind=kind,
-            pool_window=False,
-            group="mean",
-            group_first=group_first,
-        ),
+        SnapKV(window, pool, kind, group_first),
+        allocator=ByLayer(),
         protected=window,
-        allocation=Allocation("uniform", "uniform"),
         evidence="C",
     )
 

@@ -110,9 +110,9 @@ def measure(
         llm.warm_up(sorted(set(lengths)))
         took = llm.worker.compile_seconds
         progress.clear()
-        print(f"{len(llm.worker.compilations)} steps ready in {took:.1f} s", file=sys.stderr)
+        print(f"{len(llm.worker.compiled.seconds)} steps ready in {took:.1f} s", file=sys.stderr)
     prompts = prompts_of(source, lengths, options.seed)
-    before, compiled = llm.metrics.as_dict(), len(llm.worker.compilations)
+    before, compiled = llm.metrics.as_dict(), len(llm.worker.compiled.seconds)
     began = time.perf_counter()
     outputs = serve(llm, prompts, arrivals, options.temperature, progress)
     seconds = time.perf_counter() - began
@@ -154,7 +154,7 @@ def measure(
         "seconds_by_phase": {phase: spent(f'seconds_total{{phase="{phase}"}}') for phase in PHASES},
         "compiled_steps": compiled,
         "compile_seconds": before["kvjax_compile_seconds"],
-        "compiled_while_serving": len(llm.worker.compilations) - compiled,
+        "compiled_while_serving": len(llm.worker.compiled.seconds) - compiled,
         "memory": llm.memory(),
         "time_to_first_token": percentiles([x for x in firsts if x is not None]),
         "time_per_output_token": percentiles([x for x in each if x is not None]),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.cache.prices import kth_smallest
+from kvjax.cache.policy.block_cost import kth_smallest
 
 KTH_SMALLEST = jax.jit(kth_smallest)
 VALUES = st.one_of(

@@ -1,0 +1,100 @@
+"""Calibrated arrays beside the weights: measured of a model once, for methods that read them.
+
+A file is safetensors, its metadata say which model it is of and what made it.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from kvjax.checks import shown
+from kvjax.errors import UserError
+
+FORMAT = "kvjax-calibration-1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Arrays by name, each with a leading axis of layers."""
+
+    arrays: Mapping[str, np.ndarray]
+    model_hash: str
+    """Of the model that they were measured on; see `kvjax.models.model_hash`."""
+    recipe: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What made it: command, data, settings."""
+
+    def __post_init__(self):
+        if not self.arrays:
+            raise UserError("a calibration without arrays: give one at least")
+        for name, array in self.arrays.items():
+            if array.ndim < 1 or not np.isfinite(np.asarray(array, np.float32)).all():
+                raise UserError(f"calibrated array {shown(name)}: wanted finite numbers by layer")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
+        """Read a calibration.
+
+        Raises:
+            UserError: there is no such file, or it is no calibration; names file and fault.
+        """
+        path = Path(path)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                names = list(file.keys())
+                arrays = {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            reason = str(error).split("\n")[0]
+            raise UserError(
+                f"calibration {path}: {reason}; give a file that was saved whole"
+            ) from None
+        if metadata.get("format") != FORMAT or "model_hash" not in metadata:
+            raise UserError(f"calibration {path}: wanted metadata of format {FORMAT!r}")
+        try:
+            recipe = json.loads(metadata.get("recipe", "{}"))
+        except ValueError:
+            raise UserError(f"calibration {path}: its recipe is no JSON") from None
+        if not isinstance(recipe, dict):
+            raise UserError(f"calibration {path}: its recipe is no JSON object")
+        try:
+            return cls(arrays, metadata["model_hash"], {str(k): str(v) for k, v in recipe.items()})
+        except UserError as error:
+            raise UserError(f"calibration {path}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it, whole or not at all."""
+        path = Path(path)
+        metadata = {
+            "format": FORMAT,
+            "model_hash": self.model_hash,
+            "recipe": json.dumps(dict(self.recipe)),
+        }
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
+        part = path.with_name(path.name + ".part")
+        try:
+            save_file(arrays, part, metadata)
+            os.replace(part, path)
+        except OSError as error:
+            raise UserError(f"calibration {path}: {error.strerror or error}") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+    def check(self, model_hash: str, num_layers: int) -> None:
+        """Raise `UserError` unless it is of this model."""
+        if self.model_hash != model_hash:
+            raise UserError(
+                f"the calibration is of model {shown(self.model_hash)}, not of {model_hash}: "
+                "calibrate this one"
+            )
+        for name, array in self.arrays.items():
+            if len(array) != num_layers:
+                raise UserError(
+                    f"calibrated array {shown(name)} has {len(array)} layers, the model "
+                    f"{num_layers}: calibrate this one"
+                )

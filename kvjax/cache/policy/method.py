@@ -1,0 +1,180 @@
+"""A compression method: a scorer, an allocator, a selector, perhaps a merger, and what it protects.
+
+All of them are frozen and hashable values that own their formulas, so that any step can be compiled
+from them. They raise `UserError` when made with a value that no step could be compiled from.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from kvjax.cache.paged import Plane
+from kvjax.cache.policy.allocate import Allocator, Global
+from kvjax.cache.policy.checks import check_a, check_numbers, check_one_of, check_wholes
+from kvjax.cache.policy.merge import Merger
+from kvjax.cache.policy.observe import Observer
+from kvjax.cache.policy.score import DecodeRule, Scorer, Stored
+from kvjax.cache.policy.select import Selector
+from kvjax.checks import INT32_MAX, check_flag, check_text
+
+Evidence = Literal["P", "C", "R", "A", "U", "own"]
+
+
+class AttentionScorer(Scorer):
+    """A scorer with an observation window: how many of the last queries count, None for all."""
+
+    window: int | None
+
+    @property
+    def needs_log_sum(self) -> bool:
+        return self.window is None
+
+    def carry(self, length: Int32[Array, ""]) -> Float[Array, ""] | None:
+        return None if self.window is not None else jnp.float32(1)
+
+    def with_window(self, window: int) -> "Scorer":
+        """The same with another observation window."""
+        return dataclasses.replace(self, window=window)  # type: ignore[type-var]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A named rule for what a compressed cache keeps.
+
+    A pytree whose leaves are what it protects, so that steps are traced with these numbers and
+    compiled from the rest; two methods with equal parts share compiled steps, whatever their names.
+    """
+
+    name: str = dataclasses.field(compare=False)
+    summary: str = dataclasses.field(compare=False)
+    scorer: Scorer | None
+    """What each KV counts; None for a method that never evicts."""
+    allocator: Allocator = dataclasses.field(default=Global())
+    """How many blocks each head keeps."""
+    selector: Selector = dataclasses.field(default=Selector())
+    """Which KVs a head gives up."""
+    merger: Merger | None = None
+    """What becomes of them."""
+    protected: int = 0
+    """Newest token positions that are never evicted. Inside a step an array, of each sequence or of
+    all."""
+    sinks: int = 0
+    """Oldest token positions that are never evicted."""
+    protected_share: float = 0.0
+    """Share of the cap that is kept for the newest tokens, if that is more than `protected`."""
+    query_aware: bool = dataclasses.field(default=True, compare=False)
+    """Whether what is kept depends on the prompt's last tokens more than on the others."""
+    evidence: Evidence = dataclasses.field(default="own", compare=False)
+    """Where the rule comes from: P paper, C authors' code, R others' code, A abstract, U
+    unverified."""
+
+    def __post_init__(self):
+        check_text("name", self.name)
+        check_text("summary", self.summary)
+        check_a("scorer", self.scorer, Scorer, none=True)
+        check_a("allocator", self.allocator, Allocator)
+        check_a("selector", self.selector, Selector)
+        check_a("merger", self.merger, Merger, none=True)
+        check_wholes(self, 0, INT32_MAX, "protected", "sinks")
+        check_numbers(self, 0, 1, "protected_share")
+        check_flag("query_aware", self.query_aware)
+        check_one_of("evidence", self.evidence, Evidence)
+        self.selector.check_with(self.allocator)
+
+    @property
+    def compresses(self) -> bool:
+        return self.scorer is not None
+
+    @property
+    def decode(self) -> DecodeRule | None:
+        """What decode steps do to its sequences' numbers; None for nothing."""
+        return None if self.scorer is None else self.scorer.decode
+
+    @property
+    def runs(self) -> Literal["prefill", "both"]:
+        """both: decoding goes on measuring (or nothing is ever evicted), so it is meant to be
+        compressed again while it decodes."""
+        return "prefill" if self.compresses and self.decode is None else "both"
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Numbers per KV that it keeps beside metric and position."""
+        return () if self.decode is None else self.decode.planes
+
+    @property
+    def artefacts(self) -> tuple[str, ...]:
+        """Names of the calibrated arrays that it needs."""
+        own = () if self.scorer is None else self.scorer.artefacts
+        return tuple(dict.fromkeys((*own, *self.allocator.artefacts)))
+
+    @property
+    def eviction(self) -> "Method":
+        """The method as an eviction sees it: where KVs are ranked by their metric alone, whose
+        metric it is makes no difference, and steps are shared."""
+        scorer = self.scorer
+        if scorer is None or type(scorer).rank is not Scorer.rank:
+            return self
+        return self._with(scorer=Stored())
+
+    @property
+    def parts(self) -> Hashable:
+        """All that steps are compiled from."""
+        return _flatten(self)[1]
+
+    @property
+    def observer(self) -> Observer:
+        """What prefill depends on."""
+        return Observer(self.scorer, self.selector.needs_query_heads)
+
+    def protecting(self, newest: Int32[Array, "*G"] | int) -> "Method":
+        """The same with at least so many of the newest token positions protected, of each
+        sequence or of all; for use inside a step."""
+        return self._with(protected=jnp.maximum(self.protected, newest))
+
+    def _with(self, **changed: Any) -> "Method":
+        """The same with other parts; nothing is checked, they may be traced."""
+        method = object.__new__(Method)
+        for field in dataclasses.fields(Method):
+            value = changed.get(field.name, getattr(self, field.name))
+            object.__setattr__(method, field.name, value)
+        return method
+
+
+PLAIN = Method("plain", "the globally cheapest blocks by the metrics as they stand", Stored())
+"""What compresses where no method is given: KV-Compress's block eviction, nothing protected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """What of a method is static. Compared and hashed by what steps are compiled from."""
+
+    scorer: Scorer | None
+    allocator: Allocator
+    selector: Selector
+    merger: Merger | None
+    told: tuple[str, str, bool, str] = dataclasses.field(compare=False)
+
+
+def _flatten(method: Method) -> tuple[tuple[Any, Any, Any], _Parts]:
+    told = (method.name, method.summary, method.query_aware, method.evidence)
+    parts = _Parts(method.scorer, method.allocator, method.selector, method.merger, told)
+    return (method.protected, method.sinks, method.protected_share), parts
+
+
+def _unflatten(parts: _Parts, leaves: Any) -> Method:
+    # Leaves may be anything in a tree under way: nothing is checked.
+    method = object.__new__(Method)
+    for part in dataclasses.fields(_Parts)[:4]:
+        object.__setattr__(method, part.name, getattr(parts, part.name))
+    for name, value in zip(("name", "summary", "query_aware", "evidence"), parts.told):
+        object.__setattr__(method, name, value)
+    for name, value in zip(("protected", "sinks", "protected_share"), leaves):
+        object.__setattr__(method, name, value)
+    return method
+
+
+jax.tree_util.register_pytree_node(Method, _flatten, _unflatten)

@@ -1,0 +1,78 @@
+"""Scorers at work in a prompt: what a prefill step asks of them, layer by layer and at its end."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from kvjax.cache.paged import Plane
+from kvjax.cache.policy.score import Artefacts, LayerView, Scorer, Scores
+
+
+@dataclasses.dataclass(frozen=True)
+class Observer:
+    """What prefill depends on of a method: a static argument of its steps.
+
+    Methods that differ in what they do with the scores share compiled steps.
+    """
+
+    scorer: Scorer | None
+    """None for a method that never evicts."""
+    query_heads: bool = False
+    """Whether the scores of single query heads are wanted, where the scorer has them."""
+
+    @property
+    def needs_log_sum(self) -> bool:
+        return self.scorer is not None and self.scorer.needs_log_sum
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """The planes that a prompt's scores fill."""
+        rule = None if self.scorer is None else self.scorer.decode
+        return () if rule is None else tuple(p for p in rule.planes if p.name != rule.into)
+
+    @property
+    def without_query_heads(self) -> "Observer":
+        return dataclasses.replace(self, query_heads=False)
+
+    def observe(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        """Scores of every key of one layer.
+
+        Args:
+            view: the layer.
+            artefacts: calibrated arrays of all layers.
+        """
+        if self.scorer is None:
+            return Scores(jnp.zeros((view.num_heads, view.k.shape[0]), jnp.float32))
+        scores = self.scorer.score(view, of_layer(self.scorer, artefacts, view.layer))
+        return scores if self.query_heads else dataclasses.replace(scores, query_heads=None)
+
+    def finish(
+        self,
+        scores: Scores,
+        position: Int32[Array, "L H P"] | None,
+        seq_len: Int32[Array, ""] | int,
+        num_positions: int,
+    ) -> Scores:
+        """The scores of all layers, once the last one is through; see `Scorer.join_layers`."""
+        if self.scorer is not None:
+            seq_len = jnp.asarray(seq_len, jnp.int32)
+            scores = self.scorer.join_layers(scores, position, seq_len, num_positions)
+        return dataclasses.replace(scores, joint=None)
+
+    def room(self, view: LayerView, artefacts: Artefacts, num_layers: int) -> Scores:
+        """Zeros of the shapes that the scores of all layers have; `view` may be abstract."""
+        shapes = jax.eval_shape(self.observe, view, dict(artefacts))
+        return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype), shapes)
+
+
+def of_layer(
+    scorer: Scorer, artefacts: Artefacts, layer: Int32[Array, ""] | int
+) -> Mapping[str, Array]:
+    """The parts of the arrays that a scorer reads that are its layer's."""
+    return {
+        name: jax.lax.dynamic_index_in_dim(artefacts[name], layer, keepdims=False)
+        for name in scorer.artefacts
+    }

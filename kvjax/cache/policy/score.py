@@ -1,0 +1,193 @@
+"""Scorers: what each KV counts, from what a layer knows while a prompt or a token runs through it.
+
+A scorer is a frozen, hashable value: steps are compiled from it. It owns its formula and says
+what it needs, so that nothing is computed or kept for methods that do not ask for it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Num
+
+from kvjax.cache.paged import Plane
+
+Artefacts = Mapping[str, Array]
+"""Arrays of a `Calibration` by name, each with a leading axis of layers; scorers get their
+layer's part."""
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerView:
+    """What a layer knows of a prompt, or of a chunk of it behind what its heads hold already."""
+
+    layer: Int32[Array, ""] | int
+    q: Float[Array, "T Hr d"]
+    """Queries of the chunk, rotated."""
+    k: Float[Array, "P H d"]
+    """Keys, rotated: the held ones, then those of the chunk."""
+    length: Int32[Array, ""]
+    """Tokens of the chunk; those from `length` on are padding."""
+    start: Int32[Array, ""]
+    """Token position of the chunk's first token."""
+    position: Int32[Array, "H P"] | None = None
+    """Token position of each key, −1 for none; None for 0 … P−1."""
+    log_sum: Float[Array, "Hr T"] | None = None
+    """Log-sum-exp of each query's logits over all keys it sees, where the attention told it."""
+    v: Float[Array, "P H d"] | None = None
+    """Values; where `Scorer.needs_values`."""
+    hidden: Float[Array, "T D"] | None = None
+    """The residual stream that enters the layer; where `Scorer.needs_hidden`."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def end(self) -> Int32[Array, ""]:
+        """Tokens that the sequence has seen once the chunk is through."""
+        return self.start + self.length
+
+    @property
+    def key_position(self) -> Int32[Array, "H P"]:
+        """`position`, written out."""
+        if self.position is not None:
+            return self.position
+        token = jnp.arange(self.k.shape[0], dtype=jnp.int32)
+        return jnp.broadcast_to(token, (self.num_heads, self.k.shape[0]))
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What a scorer made of a layer; stacked, of all layers."""
+
+    metric: Float[Array, "*L H P"]
+    """One number per KV; low ones are evicted."""
+    query_heads: Float[Array, "*L H r P"] | None = None
+    """The same of each query head by itself, for selectors that ask for it."""
+    state: dict[str, Num[Array, "*L H P w"]] = dataclasses.field(default_factory=dict)
+    """Of each plane that the scorer's decode rule declares."""
+    joint: Num[Array, "*L H n P"] | None = None
+    """What `Scorer.join_layers` needs beside the metric."""
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepView:
+    """What a layer knows of a decode step: S sequences, the newest KV of each already written."""
+
+    layer: Int32[Array, ""]
+    k: Float[Array, "S H d"]
+    """The newest keys, rotated."""
+    v: Float[Array, "S H d"]
+    position: Int32[Array, " S"]
+    """Their token positions."""
+    block_table: Int32[Array, "S H M"]
+    context_len: Int32[Array, "S H"]
+    """KVs of each head, the newest included; 0 where a sequence does not run."""
+    touched: Bool[Array, " S"]
+    """Sequences whose numbers the step may change."""
+    group: int = dataclasses.field(metadata={"static": True})
+    """Query heads per KV head."""
+
+    def rows(self, num_blocks: int) -> Int32[Array, "S H M"]:
+        """The blocks whose numbers may change; N (out of range) for the others."""
+        return jnp.where(self.touched[:, None, None], self.block_table, num_blocks)
+
+
+Planes = dict[str, Num[Array, "N b *w"]]
+"""The pool's numbers per KV: "metric" [N, b], and each declared plane [N, b, w]."""
+
+
+class DecodeRule:
+    """What decode steps do to the numbers of each KV. Frozen and hashable, compiled from.
+
+    A step calls `before`, then the attention, which adds Σ p^`power` over each query group to the
+    plane `into` (unless `power` is None), then `after`.
+    """
+
+    power: int | None = None
+    into: ClassVar[str] = "metric"
+    planes: ClassVar[tuple[Plane, ...]] = ()
+
+    def before(self, planes: Planes, step: StepView) -> Planes:
+        """The planes before the attention adds to them."""
+        return planes
+
+    def after(self, planes: Planes, step: StepView) -> Planes:
+        """The planes after the attention."""
+        return planes
+
+
+class Scorer:
+    """How much each KV counts. Subclasses are frozen dataclasses and give at least `score`."""
+
+    needs_values: ClassVar[bool] = False
+    needs_hidden: ClassVar[bool] = False
+    artefacts: ClassVar[tuple[str, ...]] = ()
+    """Names of the calibrated arrays that it reads."""
+
+    @property
+    def needs_log_sum(self) -> bool:
+        """Whether one pass over the logits suffices where the attention tells their log-sum-exp."""
+        return False
+
+    @property
+    def decode(self) -> DecodeRule | None:
+        """What decode steps add; None for nothing: KVs written then have metric 0."""
+        return None
+
+    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        """The scores of all keys of one layer; see `LayerView`."""
+        raise NotImplementedError
+
+    def join_layers(
+        self,
+        scores: Scores,
+        position: Int32[Array, "L H P"] | None,
+        seq_len: Int32[Array, ""],
+        num_positions: int,
+    ) -> Scores:
+        """The scores once those of all layers are there; as they are by default.
+
+        Args:
+            scores: what `score` returned of each layer, stacked.
+            position: token position of each key, −1 for none; None for 0 … P−1.
+            seq_len: tokens of the prompt so far.
+            num_positions: more than any token position (static).
+        """
+        return scores
+
+    @property
+    def joins_layers(self) -> bool:
+        return type(self).join_layers is not Scorer.join_layers
+
+    def carry(self, length: Int32[Array, ""]) -> Float[Array, ""] | None:
+        """What an older metric counts beside that of a chunk of `length` tokens; None where the
+        chunk measures all KVs anew."""
+        return None
+
+    def rank(
+        self,
+        metric: Float[Array, "*rows T"],
+        state: Mapping[str, Num[Array, "*rows T w"]],
+        position: Int32[Array, "*rows T"],
+        seq_len: Int32[Array, "*rows"],
+    ) -> Float[Array, "*rows T"]:
+        """What a KV's numbers count when something is evicted; the metric itself by default."""
+        return metric
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(Scorer):
+    """Metrics as they stand in the pool, whoever wrote them."""
+
+    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        return Scores(jnp.zeros((view.num_heads, view.k.shape[0]), jnp.float32))

@@ -1,0 +1,265 @@
+"""The third stage: decode steps, several at a time without the host.
+
+Pure functions; `config` and `rule` (what steps do to the numbers of each KV) are static. Each step
+takes the slots that take part by index and leaves the others alone, so its cost follows them, not
+the number of slots.
+"""
+
+import dataclasses
+import functools
+from typing import cast, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache import PagedCache, begin_append, blocks_for, free_blocks, write_layer
+from kvjax.cache.policy import DecodeRule, StepView
+from kvjax.cache.slots import put_slots, take_slots
+from kvjax.engine.sampling import SamplingState, init_sampling, sample
+from kvjax.kernels import paged_attention, plan_paged_attention
+from kvjax.models.config import LlamaConfig
+from kvjax.models.llama import forward, logits
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotState:
+    """What decoding carries from token to token in every slot, on the device."""
+
+    token: Int32[Array, " S"]
+    """Last token of each sequence; its KVs are not in the cache yet."""
+    active: Bool[Array, " S"]
+    remaining: Int32[Array, " S"]
+    """Tokens each sequence may still generate."""
+    stop_at_eos: Bool[Array, " S"]
+    observed: Bool[Array, " S"]
+    """Whether decode steps change the numbers of its KVs, if its method has a rule for it."""
+    sampling: SamplingState
+
+
+def init_slots(num_slots: int) -> SlotState:
+    """Slots in which nothing runs."""
+    return SlotState(
+        token=jnp.zeros(num_slots, jnp.int32),
+        active=jnp.zeros(num_slots, bool),
+        remaining=jnp.zeros(num_slots, jnp.int32),
+        stop_at_eos=jnp.ones(num_slots, bool),
+        observed=jnp.zeros(num_slots, bool),
+        sampling=init_sampling(num_slots),
+    )
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogProbs:
+    """Natural logarithms of probabilities, before temperature and filters."""
+
+    chosen: Float[Array, "*n G"]
+    top: Float[Array, "*n G K"]
+    """Of the K likeliest tokens, descending."""
+    top_ids: Int32[Array, "*n G K"]
+
+
+def log_probs(logits: Float[Array, "G V"], token: Int32[Array, " G"], num_top: int) -> LogProbs:
+    """Those of the chosen tokens and of the `num_top` (static) likeliest ones."""
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    top, top_ids = lax.top_k(log_p, num_top)
+    chosen = jnp.take_along_axis(log_p, token[:, None], axis=-1)[:, 0]
+    return LogProbs(chosen, top, top_ids.astype(jnp.int32))
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeReport:
+    """All that the host is told of a decode loop: a few numbers per sequence."""
+
+    tokens: Int32[Array, "n G"]
+    """−1 where a sequence did not run."""
+    active: Bool[Array, " G"]
+    owned: Int32[Array, " G"]
+    """Blocks of each sequence over all its heads."""
+    kvs: Int32[Array, " G"]
+    """KVs of each sequence over all its heads."""
+    longest: Int32[Array, " G"]
+    """KVs of its longest head."""
+    growth: Int32[Array, " G"]
+    """Blocks it will need for the next loop."""
+    free: Int32[Array, ""]
+    ok: Bool[Array, ""]
+    """False where the loop ended early because blocks ran out."""
+    log_probs: LogProbs | None
+
+
+def decode_step(
+    config: LlamaConfig,
+    rule: DecodeRule | None,
+    params: nnx.State,
+    cache: PagedCache,
+    tokens: Int32[Array, " S"],
+    active: Bool[Array, " S"],
+    *,
+    observed: Bool[Array, " S"] | None = None,
+) -> tuple[PagedCache, Float[Array, "S V"], Bool[Array, ""]]:
+    """One token of every active slot: its KVs are written, then attended to with the rest.
+
+    Args:
+        config: the model (static).
+        rule: what the step does to the numbers of each KV (static); None for nothing.
+        params: the model's parameters.
+        cache: the cache (donate it).
+        tokens: the last token of each sequence.
+        active: which slots run.
+        observed: which of them have their numbers changed; all by default.
+
+    Returns:
+        The cache, the logits of the next tokens, and ``ok``: False, and the cache unchanged, when
+        the blocks do not suffice; the logits then mean nothing.
+    """
+    cache, ok = begin_append(cache, active)
+    active = active & ok
+    # Slots that do not run hold nothing as far as attention goes: no work, no change of numbers.
+    context_len = jnp.where(active[:, None, None], cache.context_len, 0)
+    touched = active if observed is None else active & observed
+    position = jnp.maximum(cache.seq_len - 1, 0)
+    # By layer, so that a layer's part lies in one piece.
+    tables, lengths_of = (jnp.moveaxis(x, 1, 0) for x in (cache.block_table, context_len))
+    power = None if rule is None else rule.power
+    works = plan_paged_attention(
+        lengths_of,
+        cache.k,
+        num_query_heads=config.num_heads,
+        max_blocks=cache.max_blocks,
+        return_metric=power is not None,
+    )
+
+    def attend(carry, layer, q, k, v):
+        k_pool, v_pool, planes = carry
+        table, lengths, work = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False),
+            (tables, lengths_of, works),
+        )
+        k_pool, v_pool = write_layer(k_pool, v_pool, table, lengths, k[:, 0], v[:, 0], active)
+        call = functools.partial(
+            paged_attention, q[:, 0], k_pool, v_pool, table, lengths, work=work
+        )
+        step = StepView(
+            layer, k[:, 0], v[:, 0], position, table, lengths, touched, config.group_size
+        )
+        if rule is not None:
+            planes = rule.before(planes, step)
+        if rule is not None and power is not None:
+            into = planes[rule.into]
+            out, added = call(
+                metric=into.reshape(into.shape[:2]),
+                return_metric=True,
+                power=power,
+                observed=observed,
+            )
+            planes = {**planes, rule.into: added.reshape(into.shape)}
+        else:
+            out = cast(jax.Array, call())
+        if rule is not None:
+            planes = rule.after(planes, step)
+        return (k_pool, v_pool, planes), out[:, None].astype(q.dtype), None
+
+    positions = position[:, None]
+    carry = (cache.k, cache.v, {"metric": cache.metric, **cache.state})
+    hidden, (k_pool, v_pool, planes), _ = forward(
+        config, params, tokens[:, None], positions, attend, carry
+    )
+    metric, state = planes["metric"], {name: planes[name] for name in cache.state}
+    cache = dataclasses.replace(cache, k=k_pool, v=v_pool, metric=metric, state=state)
+    return cache, logits(config, params, hidden[:, 0]), ok
+
+
+def decode(
+    config: LlamaConfig,
+    rule: DecodeRule | None,
+    num_steps: int,
+    num_top: int | None,
+    params: nnx.State,
+    cache: PagedCache,
+    state: SlotState,
+    slots: Int32[Array, " G"],
+    limit: Int32[Array, ""],
+    eos_ids: Int32[Array, " E"],
+) -> tuple[PagedCache, SlotState, DecodeReport]:
+    """Up to `limit` tokens for every active one of `slots` without the host.
+
+    A sequence ends at an end-of-sequence token or when nothing remains. The loop ends early when
+    every sequence has ended or when blocks run out; nothing is lost then: make room and go on.
+
+    Args:
+        config: the model (static).
+        rule: what steps do to the numbers of each KV (static).
+        num_steps: most tokens of a loop (static).
+        num_top: likeliest tokens to report (static); None for no probabilities.
+        params: the model's parameters.
+        cache: the cache (donate it).
+        state: the slots' states (donate them).
+        slots: sequence slots, each at most once; those out of range are padding.
+        limit: tokens of this loop.
+        eos_ids: tokens that end a sequence.
+    """
+    part = take_slots(cache, slots)
+    rows = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), state)
+    group = slots.shape[0]
+    told = None
+    if num_top is not None:
+        top = (num_steps, group, num_top)
+        told = LogProbs(
+            jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
+        )
+
+    def go_on(carry):
+        step, ok, _, rows, _, _ = carry
+        return (step < limit) & ok & jnp.any(rows.active)
+
+    def one(carry):
+        step, _, part, rows, tokens, told = carry
+        part, out, ok = decode_step(
+            config, rule, params, part, rows.token, rows.active, observed=rows.observed
+        )
+        ran = rows.active & ok
+        new = sample(out, rows.sampling, part.seq_len)
+        token = jnp.where(ran, new, rows.token)
+        remaining = rows.remaining - ran
+        ended = (jnp.isin(token, eos_ids) & rows.stop_at_eos) | (remaining <= 0)
+        # A step without room writes −1 to its row; the loop is over then.
+        tokens = tokens.at[step].set(jnp.where(ran, token, -1))
+        if told is not None:
+            step_told = log_probs(out, token, told.top.shape[-1])
+            told = jax.tree.map(lambda all_, one_: all_.at[step].set(one_), told, step_told)
+        rows = dataclasses.replace(
+            rows, token=token, remaining=remaining, active=rows.active & ~(ran & ended)
+        )
+        return step + 1, ok, part, rows, tokens, told
+
+    tokens = jnp.full((num_steps, group), -1, jnp.int32)
+    first = (jnp.int32(0), jnp.bool_(True), part, rows, tokens, told)
+    _, ok, part, rows, tokens, told = lax.while_loop(go_on, one, first)
+
+    b = cache.block_size
+    context_len = part.context_len
+    coming = jnp.where(rows.active, jnp.minimum(rows.remaining, num_steps), 0)
+    grown = blocks_for(context_len + coming[:, None, None], b)
+    owned = blocks_for(context_len, b)
+    report = DecodeReport(
+        tokens,
+        rows.active,
+        jnp.sum(owned, axis=(1, 2)),
+        jnp.sum(context_len, axis=(1, 2)),
+        jnp.max(context_len, axis=(1, 2)),
+        jnp.sum(grown - owned, axis=(1, 2)),
+        free_blocks(part),
+        ok,
+        told,
+    )
+    state = jax.tree.map(lambda all_, some: all_.at[slots].set(some, mode="drop"), state, rows)
+    return put_slots(cache, slots, part), state, report

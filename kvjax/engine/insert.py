@@ -1,0 +1,129 @@
+"""The second stage: what a prompt keeps goes to a slot, and its first token is chosen."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache import PagedCache, free_blocks, write_prompt, write_survivors
+from kvjax.cache.policy import Method
+from kvjax.engine.decode import LogProbs, SlotState, log_probs
+from kvjax.engine.prefill import PromptKV
+from kvjax.engine.sampling import SamplingState, sample
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How a sequence begins to decode: where its first token is from, and a row of `SlotState`."""
+
+    slot: Int32[Array, ""]
+    logits: Float[Array, " V"]
+    """After the prompt."""
+    remaining: Int32[Array, ""]
+    """Tokens that it may generate, the first included."""
+    stop_at_eos: Bool[Array, ""]
+    observed: Bool[Array, ""]
+    sampling: SamplingState
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InsertReport:
+    """What the host is told of a prompt that was inserted."""
+
+    ok: Bool[Array, ""]
+    """False where the blocks did not suffice; the slot is as before then."""
+    token: Int32[Array, ""]
+    """The first token."""
+    active: Bool[Array, ""]
+    freed: Int32[Array, ""]
+    """Blocks that the prompt would have taken whole and does not."""
+    shortfall: Int32[Array, ""]
+    """Blocks over the budget that could not be evicted."""
+    kept: Int32[Array, "L H"]
+    """KVs that each head holds."""
+    free: Int32[Array, ""]
+    log_probs: LogProbs | None
+
+
+def start(
+    num_top: int | None,
+    cache: PagedCache,
+    state: SlotState,
+    new: Start,
+    eos_ids: Int32[Array, " E"],
+    ok: Bool[Array, ""],
+) -> tuple[SlotState, InsertReport]:
+    """Choose the first token of a prompt that a slot holds, and let it decode.
+
+    Args:
+        num_top: likeliest tokens to report (static); None reports no probabilities at all.
+        cache: the cache, with the prompt in it.
+        state: the slots' states (donate them).
+        new: the sequence's settings.
+        eos_ids: tokens that end a sequence.
+        ok: whether the prompt is really there; if not, the slot stays as it was.
+    """
+    position = cache.seq_len[new.slot][None]
+    token = sample(new.logits[None], new.sampling, position)
+    ended = jnp.isin(token[0], eos_ids) & new.stop_at_eos
+    active = ok & ~ended & (new.remaining > 1)
+    row = SlotState(
+        token=token,
+        active=active[None],
+        remaining=(new.remaining - 1)[None],
+        stop_at_eos=new.stop_at_eos[None],
+        observed=new.observed[None],
+        sampling=new.sampling,
+    )
+    at = jnp.where(ok, new.slot, state.token.shape[0])
+    state = jax.tree.map(lambda all_, one: all_.at[at].set(one[0], mode="drop"), state, row)
+    told = None if num_top is None else log_probs(new.logits[None], token, num_top)
+    zero = jnp.int32(0)
+    kept = cache.context_len[new.slot]
+    return state, InsertReport(ok, token[0], active, zero, zero, kept, free_blocks(cache), told)
+
+
+def insert(
+    num_top: int | None,
+    method: Method | None,
+    artefacts: Mapping[str, Array],
+    cache: PagedCache,
+    state: SlotState,
+    prompt: PromptKV,
+    keep_blocks: Int32[Array, ""],
+    new: Start,
+    eos_ids: Int32[Array, " E"],
+) -> tuple[PagedCache, SlotState, InsertReport]:
+    """Write what a prompt keeps to an empty slot and let it decode; see `start`.
+
+    Args:
+        num_top: likeliest tokens to report (static); None for no probabilities.
+        method: what is kept; None keeps everything.
+        artefacts: calibrated arrays by name.
+        cache: the cache (donate it).
+        state: the slots' states (donate them).
+        prompt: the prompt in its scratch.
+        keep_blocks: its budget in blocks.
+        new: the sequence's settings; its slot is empty.
+        eos_ids: tokens that end a sequence.
+    """
+    k, v, scores = prompt.k, prompt.v, prompt.scores
+    freed = shortfall = jnp.int32(0)
+    if method is None:
+        cache, ok = write_prompt(
+            cache, new.slot, k, v, scores.metric, prompt.length, state=scores.state
+        )
+    else:
+        cache, report, ok = write_survivors(
+            cache, new.slot, k, v, scores, prompt.length, keep_blocks, method, artefacts=artefacts
+        )
+        freed, shortfall = report.freed[0], report.shortfall[0]
+    state, started = start(num_top, cache, state, new, eos_ids, ok)
+    return cache, state, dataclasses.replace(started, freed=freed, shortfall=shortfall)
