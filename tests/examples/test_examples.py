@@ -2,7 +2,12 @@
 
 import re
 
-from examples import compress_by_hand, many_prompts
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples import compress_by_hand, many_prompts, own_method
+from kvjax.cache.policy import LayerView
 from kvjax.models import load_model
 
 
@@ -35,3 +40,28 @@ def test_many_prompts(tiny_folder, capsys):
     assert endless.startswith("endless (")
     assert "first token" not in endless
     assert last.startswith("3 prompts in batches of up to 2; ")
+
+
+def test_own_method(tiny_folder, capsys):
+    own_method.compare(load_model(weights=tiny_folder), "one two three " * 30, "?", new_tokens=3)
+    said = re.findall(r"^([a-z-]+): ([0-9]+) blocks → ([0-9]+): ", capsys.readouterr().out, re.M)
+    assert [name for name, _, _ in said] == ["full", "attended-values", "snapkv"]
+    (_, before, after), *others = said
+    assert before == after
+    assert all(6 * int(after) < int(before) for _, before, after in others)
+
+
+def test_own_method_is_its_formula():
+    keys = jax.random.split(jax.random.key(1), 3)
+    q = jax.random.normal(keys[0], (24, 4, 8))
+    k, v = (jax.random.normal(key, (24, 2, 8)) for key in keys[1:])
+    view = LayerView(layer=0, q=q, k=k, v=v, length=jnp.int32(24), start=jnp.int32(0))
+    got = own_method.AttendedValues().score(view, {}).metric
+    wanted = np.zeros((2, 24))
+    for head in range(4):
+        for query in range(8, 24):
+            logits = np.asarray(k)[: query + 1, head // 2] @ np.asarray(q)[query, head] / 8**0.5
+            weights = np.exp(logits - logits.max())
+            wanted[head // 2, : query + 1] += weights / weights.sum() / 2
+    wanted *= np.linalg.norm(np.asarray(v), axis=-1).T
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
