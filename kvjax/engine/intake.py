@@ -6,14 +6,11 @@ steps.
 """
 
 import contextlib
-import dataclasses
 import heapq
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Iterator
 
-from kvjax.cache.methods import Method
 from kvjax.engine.interrupts import held
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.text import RequestText
@@ -65,8 +62,6 @@ class Intake:
         self._outbox: dict[str, RequestOutput] = {}
         self.open: dict[str, tuple[Request, RequestText]] = {}
         """Those whose end has not been told, by id."""
-        self.methods: Counter[Method] = Counter()
-        """How many of them have which method."""
 
     def new_id(self) -> str:
         """An id that no open request has."""
@@ -86,24 +81,15 @@ class Intake:
             waiting: requests that wait already, those that came since the last round not counted.
 
         Raises:
-            UserError: its id is in use, too many wait, or what decode steps add to its metrics is
-                not what they add to those of an open request.
+            UserError: its id is in use, or too many wait.
         """
-        rule = request.method.decode
         with held(), self._lock:
             if request.id in self.open or request.id in self._outbox:
                 raise UserError(f"request id {request.id!r} is in use: give another")
             most = self._max_waiting
             if most is not None and waiting + len(self._new) >= most:
                 raise UserError(f"{most} requests are waiting, which is max_waiting: come later")
-            for other in self.methods:
-                if rule is not None and other.decode not in (None, rule):
-                    raise UserError(
-                        f"method {request.method.name} observes decode steps in another way than "
-                        f"{other.name}, which is running: wait for it, or use two engines"
-                    )
             self.open[request.id] = request, text
-            self.methods[request.method] += 1
             self._new.append(request)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.order, request))
@@ -158,8 +144,7 @@ class Intake:
     def close(self, request: Request) -> None:
         """A request's end is being told."""
         with self._lock:
-            if self.open.pop(request.id, None) is not None:
-                self.methods -= Counter([request.method])
+            self.open.pop(request.id, None)
             if len(self._deadlines) > 2 * len(self.open) + 64:
                 # Ended requests need not stay in memory until their deadlines.
                 self._deadlines = [entry for entry in self._deadlines if entry[-1].id in self.open]
@@ -175,9 +160,7 @@ class Intake:
         """Keep an output for whoever steps next; one per request, with all its new text."""
         with self._lock:
             before = self._outbox.pop(output.request_id, None)
-            if before is not None:
-                output = dataclasses.replace(output, new_text=before.new_text + output.new_text)
-            self._outbox[output.request_id] = output
+            self._outbox[output.request_id] = before.then(output) if before else output
 
     def take_outputs(self) -> list[RequestOutput]:
         """The outputs that wait."""

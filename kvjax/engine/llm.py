@@ -372,14 +372,14 @@ class LLM:
         with self.engine.owner("generate"):
             try:
                 with held():
-                    self._add_all(names, prompts, sampling, compression, note)
+                    self.add_all(names, prompts, sampling, compression, note)
                 added = {name for name in names if isinstance(name, str)}
                 while not added <= ended.keys():
                     self.recovery.step()
                     if on_step is not None:
                         on_step(len(names) - len(added - ended.keys()))
             finally:
-                self._abandon(names)
+                self.abandon(names)
         return [ended[name] if isinstance(name, str) else name for name in names]
 
     def stream(
@@ -395,14 +395,14 @@ class LLM:
         """
         return OutputStream(self, prompts, sampling, compression)
 
-    def _abandon(self, names: Iterable[str | RequestOutput]) -> None:
+    def abandon(self, names: Iterable[str | RequestOutput]) -> None:
         """End those of some requests that still run; their caller has gone."""
         with held():
             for name in names:
                 if isinstance(name, str):
                     self.engine.intake.abandon(name)
 
-    def _add_all(self, names: list, prompts, sampling, compression, on_output) -> None:
+    def add_all(self, names: list, prompts, sampling, compression, on_output) -> None:
         """Append the id of each prompt's request to `names`, or its output where it was refused."""
         prompts = _as_batch(prompts)
         if len(prompts) == 0:
@@ -437,7 +437,7 @@ class OutputStream(Iterator[RequestOutput]):
         self._names: list[str | RequestOutput] = []
         self._queue: deque[RequestOutput] = deque()
         try:
-            llm._add_all(self._names, prompts, sampling, compression, self._queue.append)
+            llm.add_all(self._names, prompts, sampling, compression, self._queue.append)
         except BaseException:
             self.close()
             raise
@@ -457,7 +457,7 @@ class OutputStream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """End those of the requests that still run; their outputs are dropped."""
-        self._llm._abandon(self._names)
+        self._llm.abandon(self._names)
         self._names, self._running = [], set()
         self._queue.clear()
 

@@ -81,6 +81,10 @@ class RequestOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def then(self, later: "RequestOutput") -> "RequestOutput":
+        """A later output of the same request, with the new text of both."""
+        return dataclasses.replace(later, new_text=self.new_text + later.new_text)
+
 
 @dataclasses.dataclass(eq=False)
 class Request:

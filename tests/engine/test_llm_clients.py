@@ -1,5 +1,7 @@
 """Requests that come, go and misbehave while others run."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,6 @@ from kvjax.cache import CompressionConfig
 from kvjax.errors import UserError
 from tests.engine.serving import (
     FULL,
-    SMALL,
     TIGHT,
     alone,
     assert_empty,
@@ -154,21 +155,26 @@ def test_a_stream_of_bad_prompts_says_so(tiny_params):
     assert outputs[-1].finish_reason == "length"
 
 
-def test_methods_that_observe_decoding_differently_do_not_mix(tiny_params):
-    llm = make_llm(tiny_params)
+def test_methods_of_different_decode_rules_share_a_batch(tiny_params):
+    """Whoever runs, nobody is refused, and each gets the tokens that it gets alone."""
+    names = ("shared-reads", "h2o-decode", "tova", "kv-compress-continual")
+    settings = [
+        CompressionConfig(method=name, max_cache_tokens=24, protected=4, compress_every=6)
+        for name in names
+    ]
+    settings[3] = dataclasses.replace(settings[3], window=8)
     prompt = prompts_of(40)[0]
-
-    def settings(method):
-        return CompressionConfig(method=method, max_cache_tokens=16, window=8, protected=8)
-
-    first = llm.add_request(prompt, greedy(), settings("kv-compress-continual"))
-    llm.add_request(prompt, greedy(), SMALL)
-    llm.add_request(prompt, greedy(), settings("kv-compress-continual"))
-    with pytest.raises(UserError, match="random observes decode steps in another way than kv-com"):
-        llm.add_request(prompt, greedy(), settings("random"))
-    assert first in drain(llm)
-    llm.add_request(prompt, greedy(), settings("random"))
-    drain(llm)
+    llm = make_llm(tiny_params)
+    rules = {llm._checked(prompt, greedy(), one, "", 0).rule for one in settings}
+    assert len(rules) == 4
+    outputs = llm.generate([prompt] * 4, greedy(20), settings)
+    expected = [alone(tiny_params, [prompt], greedy(20), one)[0] for one in settings]
+    assert tokens_of(outputs) == expected
+    assert len(set(expected)) >= 3
+    found = llm.metrics.as_dict()
+    # The first steps add nothing, so it decodes with another.
+    assert found["kvjax_batch_largest"] == 2
+    assert found["kvjax_compressions_total"] == 3 * 4
     assert_empty(llm)
 
 
