@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvjax.cache import CompressionConfig, PagedCache
     from kvjax.engine import (
         LLM,
+        AsyncLLM,
         EngineConfig,
         RateWarning,
         RequestOutput,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "LLM": "kvjax.engine",
+    "AsyncLLM": "kvjax.engine",
     "CompressionConfig": "kvjax.cache",
     "EngineConfig": "kvjax.engine",
     "PagedCache": "kvjax.cache",
@@ -35,6 +37,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompressionConfig",
     "EngineConfig",
     "PagedCache",

@@ -62,10 +62,14 @@ class Recovery:
 
     def reset(self) -> None:
         """Make a new cache and go on. Open requests end with an error and the tokens they have."""
-        self._die("reset() was called")
-        self._bury()
+        self.die("reset() was called")
         self.engine.worker.reset()
         self.dead, self._under_way, self._failures = None, False, 0
+
+    def die(self, reason: str) -> None:
+        """Stop for good: open requests end with the reason and the tokens they have."""
+        self._die(reason)
+        self._bury()
 
     def _failed(self, error: Exception) -> None:
         """A round failed for a reason that belongs to no request."""

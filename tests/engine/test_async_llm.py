@@ -1,0 +1,386 @@
+"""The engine under asyncio: tasks that come and go, wait too long, read slowly and leave."""
+
+import asyncio
+import contextlib
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+
+from kvjax.engine.async_llm import AsyncLLM, Driver
+from kvjax.engine.config import EngineConfig
+from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+from tests.engine.conftest import TINY
+from tests.engine.serving import FULL, SMALL, alone, assert_empty, greedy, prompts_of, tokens_of
+from tests.models.tokenizer_builders import tiny_tokenizer
+
+LENGTHS = (10, 40, 33)
+SIZES = {"max_batch": 4, "max_len": 256, "block_size": 4, "steps_per_visit": 4}
+SIZES |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": 600}
+
+
+def make(params, **config) -> AsyncLLM:
+    model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
+    return AsyncLLM(model, FULL, EngineConfig(**{**SIZES, **config}))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_params):
+    return alone(tiny_params, prompts_of(*LENGTHS), greedy(20))
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if isinstance(thread, Driver):
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+async def settled(llm: AsyncLLM) -> None:
+    """Nothing runs any more."""
+    async with asyncio.timeout(60):
+        while llm.llm.has_unfinished():
+            await asyncio.sleep(0.01)
+
+
+def run(main) -> None:
+    async def watched():
+        async with asyncio.timeout(300):
+            await main
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left
+
+    asyncio.run(watched(), debug=True)
+
+
+def test_many_streams_give_the_tokens_of_each_alone(tiny_params, expected):
+    async def client(llm, number):
+        which, texts = number % 3, []
+        async for output in llm.add(prompts_of(LENGTHS[which])[0], greedy(20)):
+            texts.append(output.new_text)
+        assert output.token_ids == expected[which]
+        assert "".join(texts) == output.text
+        assert output.finish_reason == "length"
+
+    async def main():
+        async with make(tiny_params) as llm:
+            async with asyncio.TaskGroup() as group:
+                for number in range(24):
+                    group.create_task(client(llm, number))
+            assert tokens_of(await llm.generate(prompts_of(*LENGTHS), greedy(20))) == expected
+            bad, good = await llm.generate([[], prompts_of(10)[0]], greedy(20))
+            assert "empty" in (bad.error or "")
+            assert good.token_ids == expected[0]
+            assert llm.metrics.as_dict()["kvjax_batch_largest"] == 4
+        assert_empty(llm.llm)
+
+    run(main())
+
+
+def test_a_cancelled_task_ends_its_request(tiny_params, expected):
+    async def reads(outputs, begun):
+        async for _ in outputs:
+            begun.set()
+
+    async def main():
+        async with make(tiny_params) as llm:
+            kept = llm.add(prompts_of(40)[0], greedy(20))
+            begun = asyncio.Event()
+            task = asyncio.create_task(reads(llm.add(prompts_of(10)[0], greedy(240)), begun))
+            waits = asyncio.create_task(llm.generate(prompts_of(10, 33), greedy(200)))
+            await begun.wait()
+            for one in (task, waits):
+                one.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await one
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await llm.generate(prompts_of(10), greedy(240))
+            assert [o async for o in kept][-1].token_ids == expected[1]
+            await settled(llm)
+            found = llm.metrics.as_dict()
+            assert found['kvjax_requests_ended_total{reason="abort"}'] == 4
+            assert found['kvjax_requests_ended_total{reason="length"}'] == 1
+            assert_empty(llm.llm)
+
+    run(main())
+
+
+def test_a_wait_that_is_cancelled_ends_the_request(tiny_params):
+    """Also where the iterator lives on."""
+
+    async def main():
+        async with make(tiny_params) as llm:
+            outputs = llm.add(prompts_of(10)[0], greedy(240))
+            await anext(outputs)
+            wait = asyncio.ensure_future(anext(outputs))
+            await asyncio.sleep(0)
+            wait.cancel()
+            # An output may have come just then; whoever waits for the next is cancelled.
+            while not wait.cancelled():
+                await asyncio.wait([wait])
+                if not wait.cancelled():
+                    wait = asyncio.ensure_future(anext(outputs))
+                    await asyncio.sleep(0)
+                    wait.cancel()
+            assert [output async for output in outputs] == []
+            await settled(llm)
+            assert llm.metrics.as_dict()['kvjax_requests_ended_total{reason="abort"}'] == 1
+
+    run(main())
+
+
+def test_whoever_leaves_an_iterator_ends_its_request(tiny_params):
+    async def main():
+        async with make(tiny_params) as llm:
+            outputs = llm.add(prompts_of(10)[0], greedy(240))
+            await anext(outputs)
+            outputs.close()
+            assert [output async for output in outputs] == []
+            async with contextlib.aclosing(llm.add(prompts_of(10)[0], greedy(240))) as outputs:
+                await anext(outputs)
+            outputs = llm.stream(prompts_of(10, 40), greedy(200))
+            await anext(outputs)
+            del outputs
+            await settled(llm)
+            found = llm.metrics.as_dict()
+            assert found['kvjax_requests_ended_total{reason="abort"}'] == 4
+
+    run(main())
+
+
+def test_abort_and_deadline_leave_what_there_is(tiny_params, expected):
+    async def main():
+        async with make(tiny_params) as llm:
+            first = llm.add(prompts_of(10)[0], greedy(240), request_id="first")
+            await anext(first)
+            llm.abort("first")
+            last = [output async for output in first][-1]
+            assert last.finish_reason == "abort"
+            assert last.token_ids[:20] == expected[0][: len(last.token_ids)]
+            with pytest.raises(UserError, match="no unfinished request"):
+                llm.abort("first")
+            late = llm.add(prompts_of(10)[0], greedy(240), deadline=1e-4)
+            assert [output async for output in late][-1].finish_reason == "deadline"
+            with pytest.raises(UserError, match="the prompt is empty"):
+                llm.add([])
+            with pytest.raises(UserError, match="there are no prompts"):
+                llm.stream([])
+            with pytest.raises(UserError, match="2 sampling for 1 prompts"):
+                await llm.generate(prompts_of(10), [greedy(), greedy()])
+
+    run(main())
+
+
+def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tiny_params, expected):
+    async def main():
+        async with make(tiny_params) as llm:
+            slow = llm.add(prompts_of(10)[0], greedy(20))
+            texts = [(await anext(slow)).new_text]
+            assert tokens_of(await llm.generate(prompts_of(40, 33), greedy(20))) == expected[1:]
+            await settled(llm)
+            rest = [output async for output in slow]
+            # All that came meanwhile is one output.
+            assert len(rest) == 1
+            assert rest[0].token_ids == expected[0]
+            assert "".join([*texts, rest[0].new_text]) == rest[0].text
+
+    run(main())
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing_while_requests_run(tiny_params, expected, drain):
+    async def main():
+        llm = make(tiny_params)
+        outputs = [llm.add(prompt, greedy(20)) for prompt in prompts_of(*LENGTHS)]
+        for one in outputs:
+            await anext(one)
+        closing = [asyncio.create_task(llm.aclose(drain=drain)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(UserError, match="the engine is closed"):
+            llm.add(prompts_of(10)[0])
+        for one, tokens in zip(outputs, expected, strict=True):
+            seen = [output async for output in one]
+            if seen:
+                assert seen[-1].finish_reason in ("length", *(() if drain else ("abort",)))
+                assert seen[-1].token_ids == tokens[: len(seen[-1].token_ids)]
+                assert not drain or seen[-1].token_ids == tokens
+        for task in closing:
+            await task
+        await llm.aclose()
+        assert_empty(llm.llm)
+
+    run(main())
+
+
+def test_draining_may_be_given_up(tiny_params):
+    async def main():
+        llm = make(tiny_params)
+        outputs = llm.stream(prompts_of(*LENGTHS) * 20, greedy(200))
+        await anext(outputs)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await llm.aclose(drain=True)
+        await llm.aclose()
+        assert "abort" in {output.finish_reason async for output in outputs}
+
+    run(main())
+
+
+def test_an_engine_that_dies_tells_everybody(tiny_params, expected):
+    async def main():
+        async with make(tiny_params) as llm:
+            outputs = [llm.add(prompt, greedy(200)) for prompt in prompts_of(*LENGTHS)]
+            for one in outputs:
+                await anext(one)
+            whole = llm.llm.worker.decode
+
+            def decode(*_):
+                llm.llm.worker.cache.k.delete()
+                raise RuntimeError("a bad kernel")
+
+            setattr(llm.llm.worker, "decode", decode)  # noqa: B010
+            for one in outputs:
+                last = [output async for output in one][-1]
+                assert last.error == "dead: the device's state is lost (RuntimeError: a bad kernel)"
+            assert llm.dead == last.error
+            with pytest.raises(UserError, match="the engine is dead"):
+                llm.add(prompts_of(10)[0])
+            llm.llm.worker.decode = whole
+            await llm.reset()
+            assert tokens_of(await llm.generate(prompts_of(*LENGTHS), greedy(20))) == expected
+            # What the loop of rounds itself cannot catch.
+            whole, llm.llm.step = llm.llm.step, lambda: 1 / 0  # type: ignore[assignment]
+            last = [output async for output in llm.add(prompts_of(10)[0], greedy(200))][-1]
+            assert "dead: a step failed (ZeroDivisionError" in (last.error or "")
+            llm.llm.step = whole  # type: ignore[assignment]
+            await llm.reset()
+            with pytest.raises(UserError, match="prompt length"):
+                await llm.warm_up([10_000])
+            assert tokens_of(await llm.generate(prompts_of(10), greedy(20))) == expected[:1]
+
+    run(main())
+
+
+def test_a_thread_that_ends_leaves_nobody_waiting(tiny_params):
+    async def main():
+        llm = make(tiny_params)
+        outputs = llm.add(prompts_of(10)[0], greedy(200))
+        await anext(outputs)
+
+        def broken(*_):
+            raise MemoryError
+
+        for owner, name in ((llm.llm, "step"), (llm.llm.recovery, "die")):
+            setattr(owner, name, broken)
+        with pytest.raises(UserError, match="the engine's thread has ended"):
+            async for _ in outputs:
+                pass
+        with pytest.raises(UserError, match="the engine is closed"):
+            llm.add(prompts_of(10)[0])
+        await llm.aclose()
+
+    run(main())
+
+
+def test_another_loop_is_refused(tiny_params):
+    llm = make(tiny_params)
+    with pytest.raises(UserError, match="outside of an event loop"):
+        llm.add(prompts_of(10)[0])
+
+    kept = []
+
+    async def first():
+        kept.append(llm.add(prompts_of(10)[0], greedy(200)))
+        await anext(kept[0])
+
+    async def second(outputs):
+        for use in (
+            lambda: llm.add(prompts_of(10)[0]),
+            lambda: llm.stream(prompts_of(10)),
+            lambda: llm.abort("request-0"),
+        ):
+            with pytest.raises(UserError, match="another event loop"):
+                use()
+        for use in (llm.aclose, llm.reset, lambda: anext(outputs), lambda: llm.generate([[1]])):
+            with pytest.raises(UserError, match="another event loop"):
+                await use()
+
+    asyncio.run(first())
+    asyncio.run(second(kept[0]))
+    # The first loop is closed: its request ends with that, and the thread with its engine.
+    deadline = time.perf_counter() + 60
+    while llm.llm.has_unfinished() and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert not llm.llm.has_unfinished()
+    assert llm.dead is None
+    kept.clear()
+
+
+def test_an_engine_that_is_dropped_ends_its_thread(tiny_params):
+    async def main():
+        llm = make(tiny_params)
+        await llm.generate(prompts_of(10), greedy(4))
+        return weakref.ref(llm), llm._driver
+
+    front, driver = asyncio.run(main())
+    gc.collect()
+    assert front() is None
+    driver.join(60)
+    assert not driver.is_alive()
+
+
+def test_an_idle_thread_sleeps(tiny_params):
+    async def main():
+        llm, looks = make(tiny_params), 0
+        whole = llm._driver._wait
+
+        def wait():
+            nonlocal looks
+            looks += 1
+            return whole()
+
+        llm._driver._wait = wait
+        async with llm:
+            await llm.generate(prompts_of(10), greedy(4))
+            before = looks
+            await asyncio.sleep(0.3)
+            # The round in which the last output came may still have been under way.
+            assert looks <= before + 2
+            await llm.generate(prompts_of(10), greedy(4), SMALL)
+
+    run(main())
+
+
+def test_the_interpreter_may_leave_at_any_time():
+    """Without aclose, in the middle of a request."""
+    code = """
+import asyncio
+from kvjax.engine.async_llm import AsyncLLM
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.sampling import SamplingParams
+from kvjax.models import LoadedModel
+from kvjax.models.llama import init_params
+from tests.engine.conftest import TINY
+from tests.models.tokenizer_builders import tiny_tokenizer
+sizes = EngineConfig(max_batch=2, max_len=2048, pool_tokens=4096, prefill_chunk=32)
+model = LoadedModel(TINY, init_params(TINY, "float32", seed=3), tiny_tokenizer(), "")
+llm = AsyncLLM(model, None, sizes)
+async def main():
+    global outputs
+    outputs = llm.add([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
+    print((await anext(outputs)).finish_reason)
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
