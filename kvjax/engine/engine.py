@@ -106,6 +106,15 @@ class Engine:
             self._collect()
             self.metrics.observe(self.scheduler, self.worker)
 
+    def compress(self, request: Request, blocks: int) -> int:
+        """Compress a running request to so many blocks, between two rounds.
+
+        Returns the blocks that it gave back.
+        """
+        before = self.scheduler.accounts.num_free
+        self._compress([request], blocks)
+        return self.scheduler.accounts.num_free - before
+
     def begin_again(self) -> None:
         """Forget what runs on the device: all requests wait, with the tokens that they have."""
         self._starts, self._loops = [], []
@@ -236,8 +245,8 @@ class Engine:
             return [loop for one in ones for loop in self._decode(one)]
         return [(decode, report)]
 
-    def _compress(self, requests: Sequence[Request]) -> None:
-        """Compress some requests to their budgets."""
+    def _compress(self, requests: Sequence[Request], keep: int | None = None) -> None:
+        """Compress some requests to their budgets, or to so many blocks each."""
         groups: dict[tuple[Method, int], list[Request]] = {}
         for request in requests:
             most = request.compression.max_kvs_per_step
@@ -248,7 +257,7 @@ class Engine:
                 slots = [r.slot for r in group if r.slot is not None]
                 freed = self.worker.compress(
                     slots,
-                    [r.budget for r in group if r.budget is not None],
+                    [r.budget if keep is None else keep for r in group if r.budget is not None],
                     [r.unmeasured for r in group],
                     method,
                     most,

@@ -18,7 +18,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import as_method
 from kvjax.cache.methods import METHODS
-from kvjax.checks import check_number, check_text, check_whole, shown
+from kvjax.checks import INT32_MAX, check_number, check_text, check_whole, shown
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
@@ -313,6 +313,35 @@ class LLM:
             UserError: there is no unfinished request of that id.
         """
         self.engine.intake.abort(request_id)
+
+    def compress(self, request_id: str, blocks: int) -> int:
+        """Compress a request now, while it decodes, by its own method.
+
+        Its budget stays what it was. What its method protects is kept, even if that is more.
+
+        Args:
+            request_id: a request that decodes; its settings give its cache a size.
+            blocks: what it may keep, over all layers and heads.
+
+        Returns:
+            The blocks that it gave back.
+
+        Raises:
+            UserError: there is no such request, or nothing of it can be evicted; another thread is
+                using the engine, or this is a callback.
+        """
+        check_whole("blocks", blocks, 0, INT32_MAX)
+        with self.engine.owner("compress"), held():
+            running = {request.id: request for request in self.scheduler.running}
+            request = running.get(request_id)
+            if request is None:
+                raise UserError(f"request id {request_id!r}: no request of that id decodes")
+            if request.budget is None:
+                raise UserError(
+                    f"request id {request_id!r}: its settings evict nothing; give it a rate or "
+                    "max_cache_tokens"
+                )
+            return self.engine.compress(request, blocks)
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do or to tell."""

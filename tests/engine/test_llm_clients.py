@@ -9,6 +9,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.errors import UserError
 from tests.engine.serving import (
     FULL,
+    HEADS,
     TIGHT,
     alone,
     assert_empty,
@@ -175,6 +176,29 @@ def test_methods_of_different_decode_rules_share_a_batch(tiny_params):
     # The first steps add nothing, so it decodes with another.
     assert found["kvjax_batch_largest"] == 2
     assert found["kvjax_compressions_total"] == 3 * 4
+    assert_empty(llm)
+
+
+def test_a_request_is_compressed_when_asked(tiny_params):
+    llm = make_llm(tiny_params)
+    settings = CompressionConfig(max_cache_tokens=32, protected=4)
+    name = llm.add_request(prompts_of(40)[0], greedy(30), settings)
+    whole = llm.add_request(prompts_of(40)[0], greedy(30))
+    with pytest.raises(UserError, match="no request of that id decodes"):
+        llm.compress(name, HEADS * 4)
+    while len(llm.scheduler.running) < 2:
+        llm.step()
+    with pytest.raises(UserError, match="its settings evict nothing"):
+        llm.compress(whole, HEADS * 4)
+    held = int(llm.scheduler.accounts.owned[0].sum())
+    free = llm.worker.free_blocks()
+    freed = llm.compress(name, HEADS * 4)
+    assert freed == held - HEADS * 4 > 0
+    assert llm.worker.free_blocks() == llm.scheduler.accounts.num_free == free + freed
+    last = drain(llm)
+    assert last[name].stats.blocks_evicted_decoding == freed
+    assert len(last[name].token_ids) == 30
+    assert [last[whole].token_ids] == alone(tiny_params, prompts_of(40), greedy(30))
     assert_empty(llm)
 
 
