@@ -124,9 +124,9 @@ def measure_ours(model: Any, length: int, repeats: int, progress: Progress) -> d
             llm.add_request(prompt, sampling)
         while len(llm.scheduler.running) < slots:
             llm.step()
-        # From here on each step is one visit of all sequences, the host's share included.
-        visit = slots * llm.config.steps_per_visit
-        found[f"decode_{slots}"] = visit / best(llm.step, 6)
+        # From here on each step decodes all sequences, the host's share included.
+        tokens = slots * llm.config.decode_steps_per_sync
+        found[f"decode_{slots}"] = tokens / best(llm.step, 6)
     return found
 
 

@@ -21,11 +21,11 @@ class EngineConfig:
     """Most tokens of a sequence, prompt and generated; the model's limit by default."""
     block_size: int = 16
     prefill_chunk: int = 2048
-    """Prompt tokens between two visits of decode steps: running sequences wait no longer."""
+    """Prompt tokens between two loops of decode steps: running sequences wait no longer."""
     prefill_scratch: int = 8192
     """Prompts up to so many tokens are compressed as a whole, from a scratch beside the pool;
     longer ones chunk by chunk, in the pool."""
-    steps_per_visit: int = 8
+    decode_steps_per_sync: int = 8
     """Tokens that the device generates before the host looks, while no prompt waits."""
     pool_tokens: int | None = None
     """Size of the pool in tokens' worth of KVs (one per layer and head)."""
@@ -47,7 +47,7 @@ class EngineConfig:
             "block_size": (1, 2**12),
             "prefill_chunk": (1, INT32_MAX),
             "prefill_scratch": (1, INT32_MAX),
-            "steps_per_visit": (1, 2**12),
+            "decode_steps_per_sync": (1, 2**12),
             "pool_tokens": (1, 2**40),
             "pool_bytes": (1, 2**60),
             "max_waiting": (1, INT32_MAX),

@@ -61,7 +61,7 @@ class Intake:
         self._numbers = itertools.count()
         self._outbox: dict[str, RequestOutput] = {}
         self.open: dict[str, tuple[Request, RequestText]] = {}
-        """Those whose end has not been told, by id."""
+        """Those whose end has not been emitted, by id."""
 
     def new_id(self) -> str:
         """An id that no open request has."""
@@ -142,7 +142,7 @@ class Intake:
         return late
 
     def close(self, request: Request) -> None:
-        """A request's end is being told."""
+        """A request's end is being emitted."""
         with self._lock:
             self.open.pop(request.id, None)
             if len(self._deadlines) > 2 * len(self.open) + 64:
@@ -169,5 +169,5 @@ class Intake:
             return list(outputs.values())
 
     def __bool__(self) -> bool:
-        """Whether there is anything left to do or to tell."""
+        """Whether there is anything left to do or to emit."""
         return bool(self.open or self._outbox)

@@ -344,7 +344,7 @@ class LLM:
             return self.engine.compress(request, blocks)
 
     def has_unfinished(self) -> bool:
-        """Whether there is anything left to do or to tell."""
+        """Whether there is anything left to do or to emit."""
         return bool(self.engine.intake)
 
     def prefilled(self, request_id: str) -> int:

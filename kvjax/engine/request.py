@@ -199,7 +199,8 @@ class Request:
         return self.heads * -(-num_tokens // self.block_size)
 
     def blocks_to_admit(self, chunk_in_pool: int = 0) -> int:
-        """Blocks that must be free before its prefill begins, room for its first visit included.
+        """Blocks that must be free before its prefill begins, room for its first decode
+        steps included.
 
         Args:
             chunk_in_pool: tokens of a chunk, where its prompt is prefilled in the pool.

@@ -319,7 +319,7 @@ class Scheduler:
             return
         # A prompt in the queue would only wait longer for its first token.
         waits = self.job is not None or (self.waiting and self.fits(self.waiting[0]))
-        steps = 1 if waits else self._config.steps_per_visit
+        steps = 1 if waits else self._config.decode_steps_per_sync
         steps = max(1, min([steps, *map(_until_compression, every)]))
         groups = self._by_rule()
         for rule in self._short:

@@ -1,7 +1,7 @@
 """The device's side of the engine: cache, slot states and the compiled steps over them.
 
 Every call only dispatches work; what it returns lies on the device. Steps are compiled for a few
-sizes (prompt chunks, sequences in a visit, widths of block tables), each when it is first needed.
+sizes (prompt chunks, sequences that decode, widths of block tables), each when it is first needed.
 """
 
 import dataclasses
@@ -244,7 +244,7 @@ class Worker:
     ) -> DecodeReport:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding."""
         group = fitting(len(slots), self.decode_sizes)
-        num_steps = self.config.steps_per_visit
+        num_steps = self.config.decode_steps_per_sync
         self.cache, self.state, report = self.compiled.run(
             StepKey("decode", rule, (group,), num_top),
             _DECODE, self.model, rule, num_steps, num_top, self.params, self.cache, self.state,

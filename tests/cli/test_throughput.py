@@ -155,7 +155,7 @@ BAD = [
     (("--max-batch", "-1"), "--max-batch -1"),
     (("--pool-tokens", "0"), "pool_tokens 0"),
     (("--prefill-chunk", "0"), "prefill_chunk 0"),
-    (("--steps-per-visit", "0"), "steps_per_visit 0"),
+    (("--decode-steps-per-sync", "0"), "decode_steps_per_sync 0"),
     (("--temperature", "nan"), "temperature nan"),
     (("--request-rate", "nan"), "--request-rate nan"),
     (("--request-rate", "0"), "--request-rate 0"),

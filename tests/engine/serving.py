@@ -25,7 +25,7 @@ ROOMY, TIGHT = 600, 100
 
 
 def make_llm(params, compression=FULL, pool_tokens=ROOMY, clock=time.perf_counter, **config) -> LLM:
-    sizes = {"max_batch": 4, "max_len": 256, "block_size": 4, "steps_per_visit": 4}
+    sizes = {"max_batch": 4, "max_len": 256, "block_size": 4, "decode_steps_per_sync": 4}
     sizes |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": pool_tokens}
     model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
     return LLM(model, compression, EngineConfig(**{**sizes, **config}), clock=clock)

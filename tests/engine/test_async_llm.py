@@ -20,7 +20,7 @@ from tests.engine.serving import FULL, SMALL, alone, assert_empty, greedy, promp
 from tests.models.tokenizer_builders import tiny_tokenizer
 
 LENGTHS = (10, 40, 33)
-SIZES = {"max_batch": 4, "max_len": 256, "block_size": 4, "steps_per_visit": 4}
+SIZES = {"max_batch": 4, "max_len": 256, "block_size": 4, "decode_steps_per_sync": 4}
 SIZES |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": 600}
 
 

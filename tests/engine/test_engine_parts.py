@@ -34,7 +34,7 @@ BAD_SIZES = [
     {"max_batch": 2.0},
     {"max_len": 2**31},
     {"block_size": True},
-    {"steps_per_visit": 10**9},
+    {"decode_steps_per_sync": 10**9},
     {"pool_tokens": float("nan")},
     {"pool_bytes": "1 GB"},
     {"memory_fraction": float("nan")},

@@ -26,7 +26,7 @@ from kvjax.engine.scheduler import (
 
 HEADS, BLOCK, STEPS = 6, 4, 4
 SIZES = EngineConfig(
-    max_batch=4, block_size=BLOCK, prefill_chunk=32, prefill_scratch=64, steps_per_visit=STEPS
+    max_batch=4, block_size=BLOCK, prefill_chunk=32, prefill_scratch=64, decode_steps_per_sync=STEPS
 )
 
 

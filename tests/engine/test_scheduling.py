@@ -177,7 +177,7 @@ def test_generated_tokens_take_half_of_a_cap():
         assert request.unmeasured == stay
 
 
-def test_a_visit_is_counted():
+def test_decode_steps_are_counted():
     """Two heads: a sequence reads 18 and 20 KVs in two steps, another 8 in one."""
     metrics = EngineMetrics(100)
     tokens = np.asarray([[5, 6], [7, -1], [-1, -1]])

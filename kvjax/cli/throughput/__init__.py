@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=int, default=256, help="most sequences at once (%(default)s)")
     add("--prefill-chunk", type=int, default=2048, help="(%(default)s tokens)")
     add("--prefill-scratch", type=int, default=16384, help="(%(default)s tokens)")
-    add("--steps-per-visit", type=int, default=8, help="(%(default)s)")
+    add("--decode-steps-per-sync", type=int, default=8, help="(%(default)s)")
     add("--temperature", type=float, default=1.0, help="(%(default)s)")
     add("--repeated-word", action="store_true", help="prompts of one repeated word, as the papers'")
     add("--prompt-file", help="text that prompts are cut from (Python's documentation)")

@@ -40,7 +40,7 @@ def engine_config(options: argparse.Namespace, max_len: int | None) -> EngineCon
         max_len=max_len,
         prefill_chunk=options.prefill_chunk,
         prefill_scratch=max(options.prefill_scratch, options.prefill_chunk),
-        steps_per_visit=options.steps_per_visit,
+        decode_steps_per_sync=options.decode_steps_per_sync,
         pool_tokens=EMULATED[options.emulate] if options.emulate else options.pool_tokens,
     )
 
