@@ -24,8 +24,9 @@ import jax
 from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.llm import LLM, Prompt
+from kvjax.engine.llm import LLM
 from kvjax.engine.metrics import EngineMetrics
+from kvjax.engine.prompts import Prompt
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError, in_one_line

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
+from kvjax.engine.prompts import Prompt, as_batch, token_ids
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.request import Request, RequestOutput, RequestStats
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
@@ -30,8 +30,6 @@ from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
 from kvjax.models.fingerprint import model_hash
-
-Prompt = str | Sequence[int] | np.ndarray
 
 RATE_REACHED = 0.9
 """Share of the rate asked for below which a request's own rate is worth a warning."""
@@ -249,14 +247,7 @@ class LLM:
         ):
             if not isinstance(value, kind):
                 raise UserError(f"{name_} {shown(value)}: give a {kind.__name__}")
-        tokenizer, vocab = self.model.tokenizer, self.model.config.vocab_size
-        if isinstance(prompt, str):
-            check_text("prompt", prompt, "a text that UTF-8 can encode")
-            prompt = tokenizer.encode(prompt, add_bos=tokenizer.adds_bos)
-        tokens = _token_ids(prompt)
-        wrong = tokens[(tokens < 0) | (tokens >= vocab)]
-        if wrong.size:
-            raise UserError(f"token id {wrong[0]} of the prompt: give ids from 0 to {vocab - 1}")
+        tokens = token_ids(prompt, self.model.tokenizer, self.model.config.vocab_size)
         if len(tokens) + sampling.max_tokens > self.max_len:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens and {sampling.max_tokens} may follow, but "
@@ -267,7 +258,7 @@ class LLM:
         )
         method = compression.resolved if budget is not None else METHODS["full"]
         request = Request(
-            name, order, tokens.astype(np.int32), sampling, compression, method, budget,
+            name, order, tokens, sampling, compression, method, budget,
             self.plan.heads, self.config.block_size, method.decode,
         )  # fmt: skip
         request.stats.rate = compression.reached_rate(len(tokens), self.config.block_size)
@@ -433,7 +424,7 @@ class LLM:
 
     def add_all(self, names: list, prompts, sampling, compression, on_output) -> None:
         """Append the id of each prompt's request to `names`, or its output where it was refused."""
-        prompts = _as_batch(prompts)
+        prompts = as_batch(prompts)
         if len(prompts) == 0:
             raise UserError("there are no prompts: give at least one")
 
@@ -498,33 +489,6 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __del__(self):
         self.close()
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A batch of prompts, or one prompt as a batch."""
-    if isinstance(prompts, bytes | bytearray | dict | set) or not hasattr(prompts, "__len__"):
-        raise UserError(f"prompts {shown(prompts)}: give texts or lists of token ids")
-    alone = isinstance(prompts, str) or (
-        len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
-    )
-    return [prompts] if alone else prompts  # type: ignore[list-item,return-value]
-
-
-def _token_ids(prompt: Any) -> np.ndarray:
-    """A prompt's token ids [T].
-
-    Raises:
-        UserError: it is none, or empty.
-    """
-    try:
-        tokens = np.asarray(prompt)
-    except Exception:
-        tokens = np.zeros((1, 1))
-    if tokens.size == 0:
-        raise UserError("the prompt is empty: give at least one token")
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(f"the prompt is {type(prompt).__name__}: give a text or token ids")
-    return tokens
 
 
 def refused(name: str, error: str) -> RequestOutput:
