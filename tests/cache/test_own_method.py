@@ -1,0 +1,123 @@
+"""A method in a file of its own does all that one of ours does; see `own_method`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as kv
+from kvjax.cache import CompressionConfig
+from kvjax.cache.calibration import Calibration
+from kvjax.cache.policy import LayerView
+from kvjax.engine import LLM, EngineConfig
+from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+from kvjax.models.fingerprint import model_hash
+from tests.cache.own_method import MINE
+from tests.cache.pair import heads_of
+from tests.cache.test_methods import B, H, L, T, both, empty, inputs
+from tests.engine.conftest import TINY, tiny_params  # noqa: F401
+from tests.engine.serving import assert_empty, greedy, prompts_of, tokens_of
+from tests.models.tokenizer_builders import tiny_tokenizer
+from tests.oracle.selection import webster
+
+WEIGHT = np.array([[1.0, 3.0], [0.5, 1.0], [2.0, 2.0]], np.float32)
+WEIGHTS_OF_TINY = np.linspace(1, 2, TINY.num_layers * TINY.num_kv_heads, dtype=np.float32)
+
+
+def kept_by_hand(v: np.ndarray, length: int, keep: int) -> dict[tuple[int, int], list[int]]:
+    """Positions that each head keeps, from the docstring of the method alone."""
+    worth = np.linalg.norm(v[:, :length], axis=-1).swapaxes(1, 2) * WEIGHT[..., None]
+    owned = -(-length // B)
+    free = np.arange(length) < length - MINE.protected
+    share = np.where(free, worth, 0).sum(axis=-1, dtype=np.float32).reshape(-1)
+    heads = L * H
+    # The protected ones end the last blocks: as many stay as these fill, and one at least.
+    evictable = int(free.sum())
+    gives = sum(length - (owned - e) * B <= evictable for e in range(1, owned))
+    low = [owned - gives] * heads
+    blocks = webster(share.tolist(), low, [owned] * heads, keep)
+    result = {}
+    for i, at in enumerate(np.ndindex(L, H)):
+        count = length if blocks[i] == owned else blocks[i] * B
+        rank = np.where(free, worth[at], np.inf)
+        order = np.argsort(rank, kind="stable")
+        result[at] = sorted(order[length - count :].tolist())
+    return result
+
+
+@pytest.mark.parametrize(("length", "cap"), [(70, 16), (61, 24), (33, 8)])
+def test_it_keeps_what_its_docstring_says(length, cap):
+    _, k, v, _ = inputs("random", length, cap, length)
+    q = np.zeros((T, 2 * H, k.shape[-1]), np.float32)
+    view = LayerView(0, *map(jnp.asarray, (q, k[0], np.int32(length), np.int32(0))), v=v[0])
+    scores = MINE.scorer.score(view, {"head_weight": WEIGHT[0]})  # type: ignore[union-attr]
+    np.testing.assert_allclose(
+        scores.metric, np.linalg.norm(v[0], axis=-1).T * WEIGHT[0][:, None], rtol=1e-5
+    )
+    worth = np.linalg.norm(v, axis=-1).swapaxes(1, 2) * WEIGHT[..., None]
+    keep = kv.budget_blocks(cap, L, H, B)
+    given = kv.Scores(worth.astype(np.float32), state={"reads": np.zeros((L, H, T, 1), np.float32)})
+    direct, whole, *_, ok = both(
+        k, v, given, np.int32(length), np.int32(keep), MINE.eviction, MINE.planes
+    )
+    assert ok
+    want = kept_by_hand(v, length, keep)
+    for cache in (direct, whole):
+        held = heads_of(cache)
+        got = {at: sorted(x.position for x in held[1, *at]) for at in want}
+        assert got == want
+    assert len({len(x) for x in want.values()}) > 1
+
+
+def engine(params, **arguments) -> LLM:
+    sizes = EngineConfig(
+        max_batch=4, max_len=256, block_size=4, prefill_chunk=32, prefill_scratch=128,
+        pool_tokens=600, steps_per_visit=1, **arguments.pop("sizes", {}),
+    )  # fmt: skip
+    model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
+    return LLM(model, config=sizes, **arguments)
+
+
+def calibration(params) -> Calibration:
+    weight = WEIGHTS_OF_TINY.reshape(TINY.num_layers, TINY.num_kv_heads)
+    return Calibration({"head_weight": weight}, model_hash(TINY, params), {"by": "a test"})
+
+
+def test_it_runs_in_the_engine(tiny_params, tmp_path):  # noqa: F811
+    """Whole prompts, prompts in chunks, compression while decoding; reads are counted."""
+    path = tmp_path / "mine.safetensors"
+    calibration(tiny_params).save(path)
+    asked = CompressionConfig(MINE, max_cache_tokens=16, compress_every=4)
+    llm = engine(tiny_params, compression=asked, calibration=path)
+    outputs = llm.generate(prompts_of(20, 60, 150), greedy(12))
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [12] * 3
+    assert all(output.stats.blocks_after < output.stats.blocks_before for output in outputs)
+    assert llm.worker.cache.block_bytes == 4 * (2 * TINY.head_dim * 4 + 8 + 8)
+    assert_empty(llm)
+    other = CompressionConfig("h2o-decode", max_cache_tokens=16, compress_every=4)
+    alone = tokens_of(engine(tiny_params, compression=other).generate(prompts_of(60), greedy(12)))
+    mixed = [llm.add_request(p, greedy(12), c) for p, c in zip(prompts_of(60, 60), (asked, other))]
+    last = {}
+    while llm.has_unfinished():
+        last |= {output.request_id: output for output in llm.step()}
+    assert [last[name].token_ids for name in mixed] == [outputs[1].token_ids, alone[0]]
+
+
+def test_what_it_needs_is_asked_for(tiny_params):  # noqa: F811
+    asked = CompressionConfig(MINE, max_cache_tokens=16)
+    (prompt,) = prompts_of(20)
+    with pytest.raises(UserError, match=r"^method mine keeps reads, given .*methods=\('mine',\)"):
+        engine(tiny_params).add_request(prompt, greedy(), asked)
+    room = engine(tiny_params, sizes={"methods": (MINE,)})
+    with pytest.raises(UserError, match=r"^method mine reads the calibrated array head_weight"):
+        room.add_request(prompt, greedy(), asked)
+    with pytest.raises(UserError, match=r"^no method 'yours'"):
+        EngineConfig(methods=("yours",))
+
+
+def test_a_cache_of_its_own_has_its_planes():
+    cache = empty(MINE.planes)
+    assert {name: x.shape for name, x in cache.state.items()} == {
+        "reads": (*cache.metric.shape, 1),
+        "given": (*cache.metric.shape, 1),
+    }
