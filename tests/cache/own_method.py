@@ -45,6 +45,7 @@ class WeightedValues(Scorer):
         return CountReads()
 
     def score(self, view, artefacts):
+        assert view.v is not None
         norm = jnp.linalg.norm(view.v.astype(jnp.float32), axis=-1).T
         metric = norm * artefacts["head_weight"][:, None]
         return Scores(metric, state={"reads": jnp.zeros((*metric.shape, 1))})

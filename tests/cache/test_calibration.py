@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def test_a_model_is_known_by_its_weights():
     hashes = {known, model_hash(TINY, other), model_hash(scaled, params)}
     for name in ("down", "qkv"):
         changed = init_params(TINY, jnp.bfloat16, seed=3)
-        leaf = changed["layers"][name]
+        leaf: Any = changed["layers"][name]  # type: ignore[index]
         leaf.set_value(leaf[...].at[TINY.num_layers - 1].multiply(2))
         hashes.add(model_hash(TINY, changed))
     assert len(hashes) == 5

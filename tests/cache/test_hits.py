@@ -9,6 +9,7 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.cache.methods import get_method
+from kvjax.cache.methods.lazyeviction import HitAgain
 from kvjax.cache.methods.scissorhands import PARTS, OftenImportant
 from kvjax.engine.decode import decode_step
 from kvjax.engine.prefill import prefill
@@ -25,7 +26,7 @@ SCISSORHANDS = dataclasses.replace(
 )
 LAZY = dataclasses.replace(
     get_method("lazyeviction"),
-    scorer=dataclasses.replace(get_method("lazyeviction").scorer, least=0.02),
+    scorer=HitAgain(least=0.02),
     protected=3,
 )
 
@@ -139,8 +140,8 @@ def test_blocks_that_change_hands_carry_no_numbers_over():
 
 def test_a_prompt_in_a_cache_without_planes_goes_by_its_metric():
     """Who decodes without the planes is refused before; evictions go by the prompt's metric."""
-    metric = np.random.default_rng(0).random((L, H, 12)).astype(np.float32)
-    kvs = np.zeros((L, 12, H, PARAMS["k"].shape[-1]), np.float32)
+    metric = jnp.asarray(np.random.default_rng(0).random((L, H, 12)), jnp.float32)
+    kvs = jnp.zeros((L, 12, H, PARAMS["k"].shape[-1]))
     cache, ok = kv.write_prompt(empty(), SLOT, kvs, kvs, metric, 12)
     assert ok
     after, _ = kv.compress(cache, jnp.array([SLOT]), jnp.array([2 * L * H], jnp.int32), LAZY)

@@ -56,7 +56,7 @@ def test_it_keeps_what_its_docstring_says(length, cap):
     )
     worth = np.linalg.norm(v, axis=-1).swapaxes(1, 2) * WEIGHT[..., None]
     keep = kv.budget_blocks(cap, L, H, B)
-    given = kv.Scores(worth.astype(np.float32), state={"reads": np.zeros((L, H, T, 1), np.float32)})
+    given = kv.Scores(jnp.asarray(worth), state={"reads": jnp.zeros((L, H, T, 1))})
     direct, whole, *_, ok = both(
         k, v, given, np.int32(length), np.int32(keep), MINE.eviction, MINE.planes
     )
@@ -72,7 +72,7 @@ def test_it_keeps_what_its_docstring_says(length, cap):
 def engine(params, **arguments) -> LLM:
     sizes = EngineConfig(
         max_batch=4, max_len=256, block_size=4, prefill_chunk=32, prefill_scratch=128,
-        pool_tokens=600, steps_per_visit=1, **arguments.pop("sizes", {}),
+        pool_tokens=600, decode_steps_per_sync=1, **arguments.pop("sizes", {}),
     )  # fmt: skip
     model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
     return LLM(model, config=sizes, **arguments)
