@@ -87,8 +87,9 @@ def dense_greedy(params, prompt, steps: int) -> list[int]:
 
 
 def assert_empty(llm: LLM) -> None:
-    """Nothing runs, no block is lost, and the cache is sound."""
+    """Nothing runs, no block and no slot is lost, and the cache is sound."""
     assert not llm.has_unfinished()
     assert not list(llm.scheduler)
     assert llm.worker.free_blocks() == llm.plan.num_blocks == llm.scheduler.accounts.num_free
+    assert sorted(llm.scheduler._slots) == list(range(llm.config.max_batch))
     check_invariants(llm.worker.cache)

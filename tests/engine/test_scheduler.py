@@ -290,6 +290,28 @@ def test_room_is_made_by_compression_first_and_then_by_the_newest():
     assert [r.finish_reason for r in device.ended] == ["length"] * 3
 
 
+def test_compression_that_helps_nobody_is_not_tried_again():
+    device = Device(20 * HEADS)
+    first, second = (request_of(n, 20, 12, 60, on_prefill=False) for n in range(2))
+    for request in (first, second):
+        device.scheduler.add(request)
+        device.round()
+    running = Decode((first, second), STEPS, None)
+
+    def gives_a_block(decision):
+        for request in decision.requests:
+            device.kvs[request.slot] -= BLOCK
+            device.scheduler.note_compressed(request, HEADS)
+
+    device.compress = gives_a_block
+    both = Compress((first, second))
+    # Blocks lack still, and nobody has got a token since: somebody has to go.
+    for progress, decided in ((False, both), (True, both), (False, Preempt(second))):
+        device.log = []
+        device.run(device.scheduler.settle([running], progress))
+        assert device.log == [decided]
+
+
 def test_who_is_alone_in_a_full_pool_ends():
     device = Device(8 * HEADS)
     request = request_of(0, 20, max_tokens=40)
