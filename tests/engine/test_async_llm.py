@@ -49,6 +49,8 @@ async def settled(llm: AsyncLLM) -> None:
     async with asyncio.timeout(60):
         while llm.llm.has_unfinished():
             await asyncio.sleep(0.01)
+        # The round in which the last one ended is over, too.
+        await llm._call(lambda: None)
 
 
 def run(main) -> None:
