@@ -13,9 +13,9 @@ Examples:
 An entry:
     [[mutant]]
     name = "first-token-eos-ignored"         # unique, says what is broken
-    file = "kvjax/engine/visits.py"
-    old = "x < limit"                        # occurs once in the file
-    new = "x <= limit"
+    file = "kvjax/engine/insert.py"
+    old = "active = ok & ~ended"             # occurs once in the file
+    new = "active = ok"
     tests = ["tests/engine/test_visits.py"]  # files or node ids; the fewest and fastest
     # equivalent = "why no test can tell"    # only for mutants that nothing distinguishes
 

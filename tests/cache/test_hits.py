@@ -131,6 +131,32 @@ def goes_by(rank: np.ndarray, before: dict, after: dict, at: tuple[int, int]) ->
         assert np.array_equal(value, before[j])
 
 
+@pytest.mark.parametrize("method", [SCISSORHANDS, LAZY], ids=["hits", "last hits"])
+def test_survivors_of_a_prompt_bring_their_numbers(method):
+    """The same by token position as where everything is written and then compressed."""
+    rng = np.random.default_rng(1)
+    shape = (L, LENGTH, H, PARAMS["k"].shape[-1])
+    kvs = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    state = {
+        plane.name: jnp.asarray(rng.integers(0, 9, (L, H, LENGTH, plane.width)), plane.dtype)
+        for plane in method.planes
+    }
+    metric = jnp.asarray(rng.random((L, H, LENGTH)), jnp.float32)
+    given = (jnp.int32(SLOT), kvs, kvs)
+    keep = jnp.int32(3 * L * H)
+    scores = kv.Scores(metric, state=state)
+    direct, _, ok = QUICKLY(kv.write_survivors)(
+        empty(planes=method.planes), *given, scores, LENGTH, keep, method.eviction
+    )
+    assert ok
+    for plane in method.planes:
+        for at in np.ndindex(L, H):
+            got = numbers(direct, plane.name, at)
+            assert len(got) == 3 * B
+            for j, value in got.items():
+                assert np.array_equal(value, np.asarray(state[plane.name])[at][j])
+
+
 def test_blocks_that_change_hands_carry_no_numbers_over():
     cache, _ = run(LAZY)
     free = kv.release(cache, jnp.array([True, True]))

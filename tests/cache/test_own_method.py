@@ -1,5 +1,7 @@
 """A method in a file of its own does all that one of ours does; see `own_method`."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ import pytest
 from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
-from kvjax.cache.policy import LayerView
+from kvjax.cache.methods import METHODS
+from kvjax.cache.policy import Allocator, LayerView
+from kvjax.cache.policy.method import PLAIN
 from kvjax.engine import LLM, EngineConfig
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
@@ -113,6 +117,50 @@ def test_what_it_needs_is_asked_for(tiny_params):  # noqa: F811
         room.add_request(prompt, greedy(), asked)
     with pytest.raises(UserError, match=r"^no method 'yours'"):
         EngineConfig(methods=("yours",))
+
+
+def test_each_layer_gets_its_part_of_what_is_calibrated():
+    _, k, v, _ = inputs("random", 20, 8, 0)
+    q, one = np.zeros((T, 2 * H, k.shape[-1]), np.float32), jnp.int32(20)
+    for layer in range(L):
+        view = LayerView(layer, jnp.asarray(q), jnp.asarray(k[layer]), one, one, v=v[layer])
+        got = MINE.observer.observe(view, {"head_weight": jnp.asarray(WEIGHT)}).metric
+        want = np.linalg.norm(v[layer], axis=-1).T * WEIGHT[layer][:, None]
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_evictions_share_steps_where_the_metric_alone_decides():
+    assert MINE.eviction is MINE
+    h2o, snapkv = METHODS["h2o"], METHODS["snapkv"]
+    assert h2o.eviction.parts == snapkv.eviction.parts != snapkv.parts
+    assert METHODS["paged-h2o-openvino"].eviction.parts == METHODS["paged-h2o-openvino"].parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Absurd(Allocator):
+    """Asks for what cannot be."""
+
+    blocks: int
+
+    def split(self, costs, budget, artefacts):
+        return jnp.full_like(costs.owned, self.blocks)
+
+
+@pytest.mark.parametrize(("blocks", "held"), [(0, 2), (-5, 2), (10**6, 9)])
+def test_an_allocator_that_asks_for_the_impossible_gets_what_is_possible(blocks, held):
+    """Five protected tokens fill two blocks; nobody has more than it has."""
+    _, k, v, _ = inputs("random", 35, 8, 0)
+    method = dataclasses.replace(PLAIN, allocator=Absurd(blocks), protected=5)
+    metric = np.random.default_rng(0).random((L, H, T)).astype(np.float32)
+    keep = np.int32(12)
+    direct, whole, report, _, ok = both(
+        k, v, kv.Scores(jnp.asarray(metric)), np.int32(35), keep, method, ()
+    )
+    assert ok
+    for cache in (direct, whole):
+        assert (-(-np.asarray(cache.context_len[1]) // B) == held).all()
+        kv.check_invariants(cache)
+    assert int(report.shortfall[0]) == max(0, held * L * H - 12)
 
 
 def test_a_cache_of_its_own_has_its_planes():

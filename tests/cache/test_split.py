@@ -1,15 +1,23 @@
 """How budgets are split over layers and heads, and what age makes of a metric: the parts alone."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import cache as kv
 from kvjax.cache.evict import eviction_scores
 from kvjax.cache.methods import get_method
 from kvjax.cache.methods.pyramidkv import Pyramid
-from kvjax.cache.policy.allocate import Budget, apportion
+from kvjax.cache.policy import ByLayer, Global, Selector
+from kvjax.cache.policy.allocate import Budget, CheapestBlocks, apportion
+from kvjax.cache.policy.method import PLAIN
 from tests.oracle.scores import Prompt
 from tests.oracle.selection import pyramid_layers, webster
+
+WRITE = jax.jit(kv.write_survivors)
 
 
 def test_apportion_is_websters_method():
@@ -40,6 +48,62 @@ def test_pyramids_are_those_of_the_oracle(exact, cap, length):
 
     got = tokens(blocks, np.int32(window), np.int32(length))
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_only_floored_pyramids_keep_more_than_the_budget(exact):
+    layers, heads, window, cap, length, b = 6, 2, 8, 64, 300, 4
+    none = np.zeros((layers, length, heads, 1), np.float32)
+    want, _ = pyramid_layers(exact=exact)(Prompt(none, none, none, cap, b), window)
+    blocks = cap * layers * heads // b
+    budget = Budget.of(jnp.int32(blocks), jnp.int32(length), window, 0.0, (layers, heads, b))
+    allowed = int(ByLayer(Pyramid(exact=exact)).allowed(budget, {}))
+    whole = round(heads * float(np.sum(want)) / b)
+    assert allowed == (blocks if exact else max(blocks, whole))
+    assert (allowed > blocks) is not exact
+
+
+def test_a_safe_share_of_the_even_split_stays_in_every_head():
+    """The cheap head of a layer, or of a sequence, keeps half of what an even split gives it."""
+    layers, heads, b, length = 2, 2, 4, 64
+    metric = np.zeros((layers, heads, length), np.float32)
+    metric[0, 0], metric[1, 1] = 1, 1
+    keep = 2 * layers * heads * 4
+    by_layer = ByLayer(heads=CheapestBlocks(safe=0.5))
+    # Of equal costs those of the first head go first.
+    cases = ((Global(safe=0.5), [[8, 4], [4, 16]]), (by_layer, [[12, 4], [4, 12]]))
+    for allocator, want in cases:
+        method = dataclasses.replace(PLAIN, allocator=allocator)
+        cache = kv.init_cache(
+            num_slots=1, num_layers=layers, num_kv_heads=heads, head_dim=1, num_blocks=64,
+            max_blocks_per_head=16, block_size=b,
+        )  # fmt: skip
+        kvs = np.zeros((layers, length, heads, 1), np.float32)
+        given = (np.int32(0), kvs, kvs, metric, np.int32(length), np.int32(keep), method)
+        cache, _, ok = WRITE(cache, *given)
+        assert ok
+        blocks = np.asarray(cache.context_len[0]) // b
+        assert blocks.tolist() == want
+
+
+def test_heads_that_share_their_choice_keep_as_many_blocks():
+    """Also where a layer's blocks do not divide evenly."""
+    selector, allocator = Selector(scope="layer"), ByLayer(Pyramid(beta=3))
+    method = dataclasses.replace(PLAIN, selector=selector, allocator=allocator, protected=4)
+    layers, heads, length = 3, 2, 64
+    metric = np.random.default_rng(0).random((layers, heads, length)).astype(np.float32)
+    kvs = np.zeros((layers, length, heads, 1), np.float32)
+    for keep in (21, 23, 33):
+        cache = kv.init_cache(
+            num_slots=1, num_layers=layers, num_kv_heads=heads, head_dim=1, num_blocks=96,
+            max_blocks_per_head=16, block_size=4,
+        )  # fmt: skip
+        given = (np.int32(0), kvs, kvs, metric, np.int32(length), np.int32(keep), method)
+        cache, _, ok = WRITE(cache, *given)
+        assert ok
+        count = np.asarray(cache.context_len[0])
+        assert (count[:, 0] == count[:, 1]).all()
+        assert keep - heads < count.sum() // 4 <= keep
 
 
 def test_metrics_per_age_are_divided_by_the_queries_that_could_see_the_kv():
