@@ -77,13 +77,17 @@ def test_a_request_that_cannot_be_decoded_ends_alone(tiny_params, expected):
     llm = make_llm(tiny_params)
     names = add_all(llm)
     bad = llm.engine.intake.open[names[1]][0]
-    after = 2
+    after, together = 2, []
 
     def raises(slots, *_):
-        return bad.slot in slots and len(bad.tokens) > after
+        fails = bad.slot in slots and len(bad.tokens) > after
+        together.extend([len(slots)] * fails)
+        return fails
 
     failing(llm, "decode", raises, ValueError("two\nlines"))
     last = drain(llm)
+    # Once with the others, once alone: it is found in the round that fails.
+    assert together == [3, 1]
     assert_only_the_second_failed(last, names, expected, "ValueError: two lines")
     assert len(last[names[1]].token_ids) > after
     assert_empty(llm)
@@ -391,5 +395,7 @@ def test_an_error_among_the_prompts_leaves_no_request_behind(tiny_params):
     for start in (llm.generate, llm.stream):
         with pytest.raises(KeyboardInterrupt):
             start(prompts, greedy(20))
-        drain(llm)
+        # They have gone, they are not run to their ends.
+        llm.step()
+        llm.step()
         assert_empty(llm)
