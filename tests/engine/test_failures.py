@@ -399,3 +399,4 @@ def test_an_error_among_the_prompts_leaves_no_request_behind(tiny_params):
         llm.step()
         llm.step()
         assert_empty(llm)
+    assert llm.metrics.as_dict()['kvjax_requests_ended_total{reason="abort"}'] == 2
