@@ -293,7 +293,8 @@ DAMAGE = [
 def test_damaged(folder: Path, tmp_path: Path) -> None:
     """Bytes overwritten inside the files: Orbax finds it, one line says it.
 
-    In a process of its own: of damaged arrays Orbax's threads may complain for some time after.
+    In a process of its own: of damaged arrays, and of a damaged list of where they lie, Orbax's
+    threads may complain for some time after.
     """
     folders = []
     for number, (name, content) in enumerate(DAMAGE):
@@ -310,7 +311,7 @@ def test_damaged(folder: Path, tmp_path: Path) -> None:
         from kvjax.errors import UserError
         from kvjax.models.weights import load_params
         for folder in sys.argv[1:]:
-            if folder == sys.argv[-1]:
+            if folder == sys.argv[-2]:
                 print("now the arrays", file=sys.stderr)
             try:
                 load_params(folder)
