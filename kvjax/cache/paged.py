@@ -406,12 +406,12 @@ def write_layer(
 
 
 def write_newest(
-    pool: Float[Array, "N b *d"],
+    pool: Num[Array, "N b *d"],
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
-    values: Float[Array, "S H *d"],
+    values: Num[Array, "S H *d"],
     active: Bool[Array, " S"],
-) -> Float[Array, "N b *d"]:
+) -> Num[Array, "N b *d"]:
     """Write one pool's value of the newest KV of one layer."""
     num_blocks, b = pool.shape[:2]
     last = jnp.maximum(context_len - 1, 0)

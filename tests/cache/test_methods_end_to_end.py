@@ -167,7 +167,10 @@ def goes_by_the_metric(method, before: kv.PagedCache, after: kv.PagedCache) -> N
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path):
-    config = EngineConfig(max_batch=1, max_len=512, prefill_chunk=1024, pool_tokens=1024)
+    methods = tuple(name for name, method in METHODS.items() if method.planes)
+    config = EngineConfig(
+        max_batch=1, max_len=512, prefill_chunk=1024, pool_tokens=1024, methods=methods
+    )
     return LLM(load_model(weights=smollm2_path), config=config)
 
 
