@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.engine import LLM, EngineConfig, RequestOutput, SamplingParams, pool_tokens_for
-from kvjax.engine.worker import Worker
+from kvjax.engine.compilation import CompiledSteps
 from kvjax.models import LoadedModel, load_model
 from kvjax.models.config import MODELS
 from kvjax.models.llama import init_params
@@ -64,12 +64,12 @@ def test_a_long_prompt_peaks_below_its_full_cache(monkeypatch):
     llm = LLM(model, compression, dataclasses.replace(sizes, pool_tokens=pool))
     temporaries = {}
 
-    def compile_only(worker, key, step, *args):
+    def compile_only(steps, key, step, *args):
         memory = step.lower(*args).compile().memory_analysis()
-        temporaries[key[0]] = memory.temp_size_in_bytes
+        temporaries[key.step] = memory.temp_size_in_bytes
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Worker, "_run", compile_only)
+    monkeypatch.setattr(CompiledSteps, "run", compile_only)
     llm.add_request(np.zeros(length, np.int32), SamplingParams(max_tokens=64))
     with pytest.raises(KeyboardInterrupt):
         llm.step()
@@ -77,7 +77,7 @@ def test_a_long_prompt_peaks_below_its_full_cache(monkeypatch):
     assert request is not None
     with pytest.raises(KeyboardInterrupt):
         llm.worker.compress([0], [1], [0], request.method, 1 << 20, length)
-    assert temporaries.keys() == {"chunk", "compress"}
+    assert temporaries.keys() == {"prefill in pool", "compress"}
     full = length * config.num_layers * config.num_kv_heads * 2 * config.head_dim * 4
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.worker.cache))
     assert held + max(temporaries.values()) < 0.7 * full

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import shutil
 import struct
@@ -110,7 +111,12 @@ def _write_arrays(path: Path, tree: dict[str, Any]) -> None:
         context.memory.transfer_concurrent_bytes = GROUP_BYTES
         context.memory.write_concurrent_bytes = GROUP_BYTES
     with context:
-        ocp.save(str(path), tree)
+        try:
+            ocp.save(str(path), tree)
+        except (KeyboardInterrupt, SystemExit):
+            # Its threads go on for a moment and would report that their folder has gone.
+            logging.getLogger("absl").disabled = True
+            raise
 
 
 def _require_space(target: Path, params: nnx.State) -> None:
