@@ -110,12 +110,16 @@ def _write_arrays(path: Path, tree: dict[str, Any]) -> None:
         # Without limits everything is copied before anything is written.
         context.memory.transfer_concurrent_bytes = GROUP_BYTES
         context.memory.write_concurrent_bytes = GROUP_BYTES
+    # What goes wrong is raised. Orbax's threads report it besides, at length, and go on for a
+    # moment where a write is interrupted: then they stay quiet.
+    log = logging.getLogger("absl")
+    before, log.disabled = log.disabled, True
     with context:
         try:
             ocp.save(str(path), tree)
-        except (KeyboardInterrupt, SystemExit):
-            # Its threads go on for a moment and would report that their folder has gone.
-            logging.getLogger("absl").disabled = True
+            log.disabled = before
+        except Exception:
+            log.disabled = before
             raise
 
 
