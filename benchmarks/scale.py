@@ -55,7 +55,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
 
     from kvjax.cache import budget_blocks, cache_cap
     from kvjax.models import get_model_entry
-    from kvjax.models.llama import abstract_params
+    from kvjax.models.decoder import abstract_params
 
     model = get_model_entry(options.model).config
     layers, kv_heads, d = model.num_layers, model.num_kv_heads, model.head_dim

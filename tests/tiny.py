@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 from kvjax.models.layout import tensor_slots
 from kvjax.models.tokenizer import ByteTokenizer
 
-TINY = LlamaConfig(
+TINY = ModelConfig(
     name="tiny",
     vocab_size=256,
     hidden_size=32,

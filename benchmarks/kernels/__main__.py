@@ -220,7 +220,7 @@ def window(bench: Bench) -> None:
 
     from kvjax.kernels import prefill_attention, window_metrics
     from kvjax.models.config import get_model_entry
-    from kvjax.models.llama import forward, init_params
+    from kvjax.models.decoder import forward, init_params
 
     tokens = 256 if bench.small else 8192
     model = get_model_entry("smollm2-135m" if bench.small else "llama3.1-8b").config
@@ -326,7 +326,7 @@ def step(bench: Bench) -> None:
     from kvjax.engine.decode import decode_step
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
-    from kvjax.models.llama import init_params
+    from kvjax.models.decoder import init_params
 
     model = get_model_entry("smollm2-135m" if bench.small else "llama3.1-8b").config
     if bench.small:

@@ -149,7 +149,7 @@ def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, 
     from kvjax.engine.decode import decode, init_slots
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
-    from kvjax.models.llama import abstract_params
+    from kvjax.models.decoder import abstract_params
 
     model = get_model_entry("llama3.1-8b" if target == "h200" else "qwen2.5-1.5b").config
     layers, heads, slots, blocks_per_head = model.num_layers, model.num_kv_heads, 16, 64

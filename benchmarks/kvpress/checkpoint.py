@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
 from kvjax.models.architectures import config_to_hf
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 from kvjax.models.layout import tensor_slots
 
 
@@ -39,7 +39,7 @@ def export(config: Any, tokenizer: Any, weights: Path, folder: Path, progress: P
     os.replace(part, folder / "model.safetensors")
 
 
-def checkpoint_tensors(config: LlamaConfig, stacked: Mapping[Any, Any]) -> dict[str, np.ndarray]:
+def checkpoint_tensors(config: ModelConfig, stacked: Mapping[Any, Any]) -> dict[str, np.ndarray]:
     """The tensors of a Hugging Face checkpoint, float32, from parameters with stacked layers.
 
     Args:
@@ -56,7 +56,7 @@ def checkpoint_tensors(config: LlamaConfig, stacked: Mapping[Any, Any]) -> dict[
     return tensors
 
 
-def checkpoint_config(config: LlamaConfig) -> dict[str, Any]:
+def checkpoint_config(config: ModelConfig) -> dict[str, Any]:
     """The same model's config.json, as older and newer releases of transformers read it."""
     values = config_to_hf(config)
     del values["_name_or_path"]  # the same model under another name

@@ -20,8 +20,8 @@ from kvjax.cache.policy import DecodeRule, StepView
 from kvjax.cache.slots import put_slots, take_slots
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
 from kvjax.kernels import paged_attention, plan_paged_attention
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import forward, logits
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import forward, logits
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -97,7 +97,7 @@ class DecodeReport:
 
 
 def decode_step(
-    config: LlamaConfig,
+    config: ModelConfig,
     rule: DecodeRule | None,
     params: nnx.State,
     cache: PagedCache,
@@ -179,7 +179,7 @@ def decode_step(
 
 
 def decode(
-    config: LlamaConfig,
+    config: ModelConfig,
     rule: DecodeRule | None,
     num_steps: int,
     num_top: int | None,

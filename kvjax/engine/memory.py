@@ -12,7 +12,7 @@ from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 
 CPU_FRACTION = 0.5
 """Share of the free memory that an engine takes where the device is the host itself."""
@@ -118,7 +118,7 @@ def plan_memory(
 
 
 def pool_tokens_for(
-    model: LlamaConfig,
+    model: ModelConfig,
     config: EngineConfig,
     compression: CompressionConfig,
     prompt_len: int,

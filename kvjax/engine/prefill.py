@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache import PagedCache, write_prompt
 from kvjax.cache.policy import LayerView, Observer, Scores
 from kvjax.kernels import Prefix, prefill_attention, prefill_attention_with_log_sum
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import forward, logits
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import forward, logits
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -95,7 +95,7 @@ Before = _InScratch | _InPool
 
 
 def prefill(
-    config: LlamaConfig,
+    config: ModelConfig,
     observer: Observer,
     params: nnx.State,
     artefacts: Mapping[str, Array],
@@ -121,7 +121,7 @@ def prefill(
 
 
 def prefill_in_scratch(
-    config: LlamaConfig,
+    config: ModelConfig,
     observer: Observer,
     params: nnx.State,
     artefacts: Mapping[str, Array],
@@ -176,7 +176,7 @@ def prefill_in_scratch(
     ), out
 
 
-def empty_prompt(config: LlamaConfig, observer: Observer, room: int, dtype: Any) -> PromptKV:
+def empty_prompt(config: ModelConfig, observer: Observer, room: int, dtype: Any) -> PromptKV:
     """A scratch for a prompt of at most `room` tokens, with none of them in it."""
     heads = (config.num_layers, config.num_kv_heads)
     kv = (config.num_layers, room, config.num_kv_heads, config.head_dim)
@@ -190,7 +190,7 @@ def empty_prompt(config: LlamaConfig, observer: Observer, room: int, dtype: Any)
 
 
 def prefill_in_pool(
-    config: LlamaConfig,
+    config: ModelConfig,
     observer: Observer,
     params: nnx.State,
     artefacts: Mapping[str, Array],
@@ -228,7 +228,7 @@ def prefill_in_pool(
 
 
 def _run(
-    config: LlamaConfig,
+    config: ModelConfig,
     observer: Observer,
     params: nnx.State,
     artefacts: Mapping[str, Array],
@@ -299,7 +299,7 @@ def _behind(view: LayerView, prefix: Prefix, held: Int32[Array, "H P"]) -> Layer
 
 
 def _scratch(
-    config: LlamaConfig,
+    config: ModelConfig,
     observer: Observer,
     params: nnx.State,
     artefacts: Mapping[str, Array],
@@ -327,7 +327,7 @@ def _finished(
     observer: Observer,
     scores: Scores,
     before: Before,
-    config: LlamaConfig,
+    config: ModelConfig,
     tokens: Int32[Array, " T"],
     start: Int32[Array, ""],
     length: Int32[Array, ""],

@@ -11,7 +11,7 @@ from kvjax.cache.policy import Method
 from kvjax.checks import INT32_MAX
 from kvjax.engine.decode import LogProbs
 from kvjax.engine.sampling import SamplingParams
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 
 FinishReason = Literal["eos", "stop", "length", "abort", "deadline", "pool", "error"]
 
@@ -157,7 +157,7 @@ class Request:
 
     @staticmethod
     def budget_of(
-        model: LlamaConfig, compression: CompressionConfig, prompt_len: int, block_size: int
+        model: ModelConfig, compression: CompressionConfig, prompt_len: int, block_size: int
     ) -> int | None:
         """Blocks that a request with such a prompt may keep; None for all."""
         cap = compression.cap(prompt_len, block_size)

@@ -23,7 +23,7 @@ from kvjax.engine.insert import InsertReport
 from kvjax.engine.interrupts import released
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 
 # Engines of equal sizes share what is compiled here.
 _PREFILL = jax.jit(prefill.prefill, static_argnums=(0, 1))
@@ -84,7 +84,7 @@ class Worker:
 
     def __init__(
         self,
-        model: LlamaConfig,
+        model: ModelConfig,
         params: nnx.State,
         config: EngineConfig,
         *,

@@ -23,8 +23,8 @@ from kvjax.kernels import (
     prefill_attention_with_log_sum,
     window_metrics,
 )
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import forward, logits
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import forward, logits
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -42,7 +42,7 @@ class DensePass:
 
 
 def dense_pass(
-    config: LlamaConfig,
+    config: ModelConfig,
     params: nnx.State,
     tokens: Int32[Array, " T"],
     at: Int32[Array, " N"],
@@ -152,7 +152,7 @@ class Teacher:
 
 
 def teacher_force(
-    config: LlamaConfig,
+    config: ModelConfig,
     params: nnx.State,
     cache: PagedCache,
     tokens: Int32[Array, " C"],

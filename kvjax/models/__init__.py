@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.models.config import MODELS, LlamaConfig, ModelConfig, get_model_entry
+from kvjax.models.config import MODELS, ModelConfig, get_model_entry
 from kvjax.models.decoder import forward, init_params, logits
 from kvjax.models.hub import resolve_weights
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
@@ -89,7 +89,6 @@ __all__ = [
     "DEFAULT_MODEL",
     "MODELS",
     "ByteTokenizer",
-    "LlamaConfig",
     "LoadedModel",
     "ModelConfig",
     "Tokenizer",

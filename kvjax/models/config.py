@@ -103,10 +103,6 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
 
-LlamaConfig = ModelConfig
-"""The old name of `ModelConfig`."""
-
-
 @dataclass(frozen=True)
 class EmbeddedGguf:
     """A GGUF file inside a PyPI wheel: which wheel, which member, and what they must hash to."""

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import is_stacked
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import is_stacked
 
 SAMPLE = 64
 """Weights of every tensor that are looked at."""
 
 
-def model_hash(config: LlamaConfig, params: nnx.State) -> str:
+def model_hash(config: ModelConfig, params: nnx.State) -> str:
     """16 hexadecimal digits of a model's shape and a sample of all its weights.
 
     The same for every layout (layers stacked or not) and dtype of the same checkpoint: weights

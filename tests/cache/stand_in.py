@@ -17,7 +17,7 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.engine import decode, prefill
-from kvjax.models.config import LlamaConfig
+from kvjax.models.config import ModelConfig
 from tests.cache.pair import heads_of, host, of_host
 from tests.oracle import KV
 
@@ -25,7 +25,7 @@ L, H, R, D, B = 2, 2, 2, 8, 4
 P = 160
 """Token positions that there are."""
 M = P // B
-MODEL = LlamaConfig(
+MODEL = ModelConfig(
     name="stand-in",
     vocab_size=L * H * R * D,
     hidden_size=16,
@@ -58,7 +58,7 @@ def drawn(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def forward(config, params, tokens, positions, attend, carry) -> tuple:
-    """In place of `kvjax.models.llama.forward`."""
+    """In place of `kvjax.models.decoder.forward`."""
 
     def run(carry, layer):
         q, k, v = (params[name][layer][positions] for name in "qkv")

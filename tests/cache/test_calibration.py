@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from kvjax.cache.calibration import Calibration
 from kvjax.errors import UserError
+from kvjax.models.decoder import init_params
 from kvjax.models.fingerprint import model_hash
-from kvjax.models.llama import init_params
 from tests.engine.conftest import TINY
 
 ARRAYS = {"weight": np.arange(6, dtype=np.float32).reshape(3, 2), "bias": np.ones(3, np.float16)}

@@ -11,12 +11,12 @@ from kvjax.cache import get_method
 from kvjax.engine.decode import decode as decode_loop
 from kvjax.engine.decode import init_slots
 from kvjax.engine.prefill import prefill_in_pool
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import abstract_params
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import abstract_params
 from tests.cache.programs import Shapes, abstract_cache, equations, pool_bytes, unchecked
 
 SHAPES = Shapes(S=8, L=8, H=2, M=128, N=12007, d=64)  # no other axis has this many blocks
-MODEL = LlamaConfig(
+MODEL = ModelConfig(
     name="tiny",
     vocab_size=96,
     hidden_size=64,

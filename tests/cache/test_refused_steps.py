@@ -11,12 +11,12 @@ from kvjax import cache as kv
 from kvjax.cache.methods import get_method
 from kvjax.engine.decode import decode_step
 from kvjax.engine.prefill import prefill_in_pool
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import init_params
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import init_params
 from tests.cache.pair import Geometry, assert_identical, filled, heads_of
 
 POOL = Geometry(slots=2, layers=2, heads=2, d=8, blocks=22, max_blocks=12, block=4, prompt=16)
-MODEL = LlamaConfig(
+MODEL = ModelConfig(
     name="tiny",
     vocab_size=32,
     hidden_size=32,

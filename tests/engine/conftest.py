@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import init_params
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import init_params
 
-TINY = LlamaConfig(
+TINY = ModelConfig(
     name="tiny",
     vocab_size=97,
     hidden_size=24,

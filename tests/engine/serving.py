@@ -12,7 +12,7 @@ from kvjax.engine.llm import LLM
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.models import LoadedModel
-from kvjax.models.llama import forward, logits
+from kvjax.models.decoder import forward, logits
 from tests.engine.conftest import TINY
 from tests.models.tokenizer_builders import tiny_tokenizer
 

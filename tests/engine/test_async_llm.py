@@ -370,7 +370,7 @@ from kvjax.engine.async_llm import AsyncLLM
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.sampling import SamplingParams
 from kvjax.models import LoadedModel
-from kvjax.models.llama import init_params
+from kvjax.models.decoder import init_params
 from tests.engine.conftest import TINY
 from tests.models.tokenizer_builders import tiny_tokenizer
 sizes = EngineConfig(max_batch=2, max_len=2048, pool_tokens=4096, prefill_chunk=32)

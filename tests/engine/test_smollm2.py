@@ -11,7 +11,7 @@ from kvjax.engine import LLM, EngineConfig, RequestOutput, SamplingParams, pool_
 from kvjax.engine.compilation import CompiledSteps
 from kvjax.models import LoadedModel, load_model
 from kvjax.models.config import MODELS
-from kvjax.models.llama import init_params
+from kvjax.models.decoder import init_params
 from kvjax.models.tokenizer import ByteTokenizer
 from tests.conftest import REPOSITORY
 from tests.engine.serving import FULL, assert_empty

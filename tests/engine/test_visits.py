@@ -15,7 +15,7 @@ from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
 from kvjax.engine import decode, insert, prefill, reclaim
 from kvjax.engine.sampling import SamplingParams, sampling_row
-from kvjax.models.llama import forward, logits
+from kvjax.models.decoder import forward, logits
 from tests.engine.conftest import TINY
 from tests.engine.serving import HEADS, prompts_of
 

@@ -10,7 +10,7 @@ import pytest
 from kvjax.cache import Scores, get_method
 from kvjax.engine import decode, insert, prefill, reclaim
 from kvjax.engine.sampling import init_sampling
-from kvjax.models.llama import abstract_params
+from kvjax.models.decoder import abstract_params
 from tests.cache.programs import abstract_cache, pool_bytes, unchecked
 from tests.cache.test_memory_of_steps import MODEL, SHAPES
 

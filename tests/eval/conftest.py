@@ -7,11 +7,11 @@ import pytest
 
 from kvjax.eval.rows import Row
 from kvjax.models import LoadedModel
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import init_params
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import init_params
 from kvjax.models.tokenizer import ByteTokenizer
 
-TINY = LlamaConfig(
+TINY = ModelConfig(
     name="tiny",
     vocab_size=256,
     hidden_size=24,

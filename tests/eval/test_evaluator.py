@@ -15,7 +15,7 @@ from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.rows import PROTOCOLS
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks, slots_for
-from kvjax.models.llama import forward, logits
+from kvjax.models.decoder import forward, logits
 from tests.eval.conftest import TINY, make_row
 
 CONFIG = EvaluatorConfig(block_size=4, num_slots=4)

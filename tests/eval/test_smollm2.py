@@ -10,7 +10,7 @@ from kvjax.eval.rows import PROTOCOLS, Skipped
 from kvjax.eval.sizes import EvaluatorConfig, Variant
 from kvjax.eval.tasks import Context, TaskOptions, make_rows
 from kvjax.models import load_model
-from kvjax.models.llama import forward, logits
+from kvjax.models.decoder import forward, logits
 
 pytestmark = pytest.mark.slow
 

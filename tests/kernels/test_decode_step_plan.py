@@ -11,11 +11,11 @@ from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
 from kvjax.engine.decode import decode_step
 from kvjax.kernels.paged_attention import worklist
-from kvjax.models.config import LlamaConfig
-from kvjax.models.llama import abstract_params
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import abstract_params
 from tests.kernels.devices import H200
 
-MODEL = LlamaConfig(
+MODEL = ModelConfig(
     name="narrow",
     vocab_size=64,
     hidden_size=64,
