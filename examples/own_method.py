@@ -7,7 +7,6 @@ value that is nearly zero changes nothing.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -25,7 +24,6 @@ class AttendedValues(AttentionScorer):
     """Attention of the last queries, averaged over the group, times the norm of the value."""
 
     window: int | None = 16
-    needs_values: ClassVar[bool] = True
 
     def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
         attention = received(view, self.window).mean(axis=1)  # [H, r, P] -> [H, P]

@@ -228,7 +228,7 @@ def window(bench: Bench) -> None:
     params = init_params(model, jnp.float32 if bench.small else jnp.bfloat16)
     ids = jnp.arange(tokens)[None] % model.vocab_size
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         return carry, prefill_attention(q[0], k[0], v[0])[None], (q[0, -32:], k[0])
 
     def layer(params):

@@ -7,6 +7,7 @@ the number of slots.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import cast, no_type_check
 
 import jax
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedCache, begin_append, blocks_for, free_blocks, write_layer
 from kvjax.cache.policy import DecodeRule, StepView
+from kvjax.cache.policy.observe import of_layer
 from kvjax.cache.slots import put_slots, take_slots
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
 from kvjax.kernels import paged_attention, plan_paged_attention
@@ -105,6 +107,7 @@ def decode_step(
     active: Bool[Array, " S"],
     *,
     observed: Bool[Array, " S"] | None = None,
+    artefacts: Mapping[str, Array] | None = None,
 ) -> tuple[PagedCache, Float[Array, "S V"], Bool[Array, ""]]:
     """One token of every active slot: its KVs are written, then attended to with the rest.
 
@@ -116,6 +119,7 @@ def decode_step(
         tokens: the last token of each sequence.
         active: which slots run.
         observed: which of them have their numbers changed; all by default.
+        artefacts: calibrated arrays by name, for rules that read them.
 
     Returns:
         The cache, the logits of the next tokens, and ``ok``: False, and the cache unchanged, when
@@ -138,7 +142,7 @@ def decode_step(
         return_metric=power is not None,
     )
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, hidden):
         k_pool, v_pool, planes = carry
         table, lengths, work = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False),
@@ -149,8 +153,9 @@ def decode_step(
             paged_attention, q[:, 0], k_pool, v_pool, table, lengths, work=work
         )
         step = StepView(
-            layer, k[:, 0], v[:, 0], position, table, lengths, touched, config.group_size
-        )
+            layer, k[:, 0], v[:, 0], hidden[:, 0], position, table, lengths, touched,
+            group=config.group_size,
+        )  # fmt: skip
         if rule is not None:
             planes = rule.before(planes, step)
         if rule is not None and power is not None:
@@ -165,7 +170,7 @@ def decode_step(
         else:
             out = cast(jax.Array, call())
         if rule is not None:
-            planes = rule.after(planes, step)
+            planes = rule.after(planes, step, of_layer(rule.artefacts, artefacts or {}, layer))
         return (k_pool, v_pool, planes), out[:, None].astype(q.dtype), None
 
     positions = position[:, None]
@@ -189,6 +194,7 @@ def decode(
     slots: Int32[Array, " G"],
     limit: Int32[Array, ""],
     eos_ids: Int32[Array, " E"],
+    artefacts: Mapping[str, Array] | None = None,
 ) -> tuple[PagedCache, SlotState, DecodeReport]:
     """Up to `limit` tokens for every active one of `slots` without the host.
 
@@ -206,6 +212,7 @@ def decode(
         slots: sequence slots, each at most once; those out of range are padding.
         limit: tokens of this loop.
         eos_ids: tokens that end a sequence.
+        artefacts: calibrated arrays by name, for rules that read them.
     """
     part = take_slots(cache, slots)
     rows = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), state)
@@ -224,8 +231,9 @@ def decode(
     def one(carry):
         step, _, part, rows, tokens, told = carry
         part, out, ok = decode_step(
-            config, rule, params, part, rows.token, rows.active, observed=rows.observed
-        )
+            config, rule, params, part, rows.token, rows.active,
+            observed=rows.observed, artefacts=artefacts,
+        )  # fmt: skip
         ran = rows.active & ok
         new = sample(out, rows.sampling, part.seq_len)
         token = jnp.where(ran, new, rows.token)

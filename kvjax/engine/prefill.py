@@ -241,7 +241,7 @@ def _run(
     num_tokens = tokens.shape[0]
     positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
 
-    def attend(scratch, layer, q, k, v):
+    def attend(scratch, layer, q, k, v, hidden):
         q, k, v = q[0], k[0], v[0]
 
         def attend_and_score():
@@ -250,7 +250,7 @@ def _run(
                 out, log_sum = prefill_attention_with_log_sum(q, k, v, prefix=prefix)
             else:
                 out, log_sum = prefill_attention(q, k, v, prefix=prefix), None
-            view = LayerView(layer, q, k, length, start, log_sum=log_sum, v=v)
+            view = LayerView(layer, q, k, length, start, log_sum=log_sum, v=v, hidden=hidden[0])
             if prefix is not None:
                 assert before is not None
                 view = _behind(view, prefix, before.position(layer))
@@ -317,7 +317,8 @@ def _scratch(
 
     keys = abstract(held + num_tokens, heads, d, dtype=before.dtype if before else dtype)
     q = abstract(num_tokens, config.num_heads, d, dtype=dtype)
-    view = LayerView(abstract(), q, keys, abstract(), abstract(), v=keys)
+    hidden = abstract(num_tokens, config.hidden_size, dtype=dtype)
+    view = LayerView(abstract(), q, keys, abstract(), abstract(), v=keys, hidden=hidden)
     if before is not None:
         view = dataclasses.replace(view, position=abstract(heads, held + num_tokens))
     return kv, kv, observer.room(view, artefacts, config.num_layers)

@@ -249,6 +249,7 @@ class Worker:
             StepKey("decode", rule, (group,), num_top),
             _DECODE, self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
             self._padded(slots, group), np.int32(min(limit, num_steps)), self.eos_ids,
+            self.artefacts,
         )  # fmt: skip
         return report
 

@@ -41,8 +41,15 @@ STEPS_AT_ONCE = 8
 class Evaluator:
     """A loaded model and what was compiled for it."""
 
-    def __init__(self, model: LoadedModel, config: EvaluatorConfig):
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EvaluatorConfig,
+        artefacts: Mapping[str, jax.Array] | None = None,
+    ):
         self.model, self.config = model, config
+        self.artefacts = dict(artefacts or {})
+        """Calibrated arrays by name, for methods that read them."""
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
@@ -134,6 +141,11 @@ class Evaluator:
         self._cache_of = (cache.max_blocks, cache)
 
 
+def _write_survivors(*args):
+    *args, artefacts = args
+    return write_survivors(*args, artefacts=artefacts)
+
+
 class _RowRun:
     """One row: its dense pass, and what follows from it."""
 
@@ -192,7 +204,7 @@ class _RowRun:
         observer = method.observer
         if observer not in self.metrics:
             fn = functools.partial(passes.observe, observer)
-            args = (self.dense, np.int32(cut))
+            args = (self.dense, np.int32(cut), self.evaluator.artefacts)
             self.metrics[observer] = self.evaluator._timed(("observe", observer), fn, *args)
         return self.metrics[observer]
 
@@ -273,9 +285,9 @@ class _Cut:
             (cache, ok), took = evaluator._timed("write", write_prompt, *args, donate=(0,))
         else:
             chooses = method.eviction
-            args = (cache, at, k, v, scores, cut, np.int32(keep), chooses)
+            args = (cache, at, k, v, scores, cut, np.int32(keep), chooses, evaluator.artefacts)
             (cache, report, ok), took = evaluator._timed(
-                ("write survivors", chooses.parts), write_survivors, *args, donate=(0,)
+                ("write survivors", chooses.parts), _write_survivors, *args, donate=(0,)
             )
             shortfall = int(report.shortfall[0])
         if not ok:

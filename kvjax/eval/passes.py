@@ -7,6 +7,7 @@ of the prompt and the target run behind that, all variants of a prompt side by s
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import no_type_check
 
 import jax
@@ -38,6 +39,8 @@ class DensePass:
     v: Float[Array, "L T H d"]
     log_sum: Float[Array, "L Hr T"]
     """Log-sum-exp of each query's logits."""
+    hidden: Float[Array, "L T D"]
+    """What enters each layer's attention block."""
     logits: Float[Array, "N V"]
 
 
@@ -56,27 +59,32 @@ def dense_pass(
         at: positions whose next-token logits are wanted.
     """
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, hidden):
         out, log_sum = prefill_attention_with_log_sum(q[0], k[0], v[0])
-        return carry, out[None], (q[0], k[0], v[0], log_sum)
+        return carry, out[None], (q[0], k[0], v[0], log_sum, hidden[0])
 
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    hidden, _, seen = forward(config, params, tokens[None], positions[None], attend, ())
-    q, k, v, log_sum = seen
-    return DensePass(q, k, v, log_sum, logits(config, params, hidden[0, at]))
+    last, _, seen = forward(config, params, tokens[None], positions[None], attend, ())
+    q, k, v, log_sum, hidden = seen
+    return DensePass(q, k, v, log_sum, hidden, logits(config, params, last[0, at]))
 
 
-def observe(observer: Observer, dense: DensePass, length: Int32[Array, ""]) -> Scores:
+def observe(
+    observer: Observer,
+    dense: DensePass,
+    length: Int32[Array, ""],
+    artefacts: Mapping[str, Array],
+) -> Scores:
     """The scores of every KV of a prompt of `length` tokens; `observer` is static."""
 
     def of_layer(part):
-        layer, q, k, v, log_sum = part
-        view = LayerView(layer, q, k, length, jnp.int32(0), log_sum=log_sum, v=v)
-        return observer.observe(view, {})
+        layer, q, k, v, log_sum, hidden = part
+        view = LayerView(layer, q, k, length, jnp.int32(0), log_sum=log_sum, v=v, hidden=hidden)
+        return observer.observe(view, artefacts)
 
     num_layers, num_tokens = dense.k.shape[:2]
     layers = jnp.arange(num_layers, dtype=jnp.int32)
-    scores = lax.map(of_layer, (layers, dense.q, dense.k, dense.v, dense.log_sum))
+    scores = lax.map(of_layer, (layers, dense.q, dense.k, dense.v, dense.log_sum, dense.hidden))
     return observer.finish(scores, None, length, num_tokens)
 
 
@@ -176,7 +184,7 @@ def teacher_force(
     num_slots, num_tokens = cache.num_slots, tokens.shape[0]
     rows = (cache.num_kv_heads, cache.max_blocks * cache.block_size, -1)
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         table = lax.dynamic_index_in_dim(cache.block_table, layer, axis=1, keepdims=False)
         held = lax.dynamic_index_in_dim(cache.context_len, layer, axis=1, keepdims=False)
 

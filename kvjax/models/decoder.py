@@ -120,8 +120,9 @@ def forward[Carry](
 
     def run(state: nnx.State, index: Array, x: Array, carry: Carry) -> tuple[Array, Carry, Any]:
         layer: Layer = nnx.merge(graphdef, state)
-        q, k, v = layer.project(config, x, cos, sin)
-        carry, attended, aux = attend(carry, index, q, k, v)
+        hidden = layer.enter(config, x)
+        q, k, v = layer.project(config, hidden, cos, sin)
+        carry, attended, aux = attend(carry, index, q, k, v, hidden)
         return layer.finish(config, x, attended), carry, aux
 
     if is_stacked(params):

@@ -24,14 +24,16 @@ from kvjax.models.config import ModelConfig
 
 @runtime_checkable
 class Attend[Carry](Protocol):
-    """Attention of one layer: ``(carry, layer, q, k, v) -> (carry, out, aux)``.
+    """Attention of one layer: ``(carry, layer, q, k, v, hidden) -> (carry, out, aux)``.
 
     ``layer`` is an i32 scalar; q is [B, T, H r, d], k and v are [B, T, H, d], q and k after RoPE;
-    out has the shape of q. ``aux`` is any pytree of arrays, stacked over the layers afterwards.
+    ``hidden`` [B, T, D] is what queries, keys and values are made of: the residual stream after the
+    layer's first norm. out has the shape of q. ``aux`` is any pytree of arrays, stacked over the
+    layers afterwards.
     """
 
     def __call__(
-        self, carry: Carry, layer: Array, q: Array, k: Array, v: Array, /
+        self, carry: Carry, layer: Array, q: Array, k: Array, v: Array, hidden: Array, /
     ) -> tuple[Carry, Array, Any]: ...
 
 
@@ -112,14 +114,18 @@ class Layer(nnx.Module):
         """The parameters of one layer by name."""
         raise NotImplementedError
 
+    def enter(self, config: ModelConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The residual stream before a layer -> what enters its attention block."""
+        raise NotImplementedError
+
     def project(
         self,
         config: ModelConfig,
-        x: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
         cos: Float[Array, "B T half"],
         sin: Float[Array, "B T half"],
     ) -> tuple[Float[Array, "B T Q d"], Float[Array, "B T H d"], Float[Array, "B T H d"]]:
-        """The residual stream before a layer -> rotated queries, rotated keys, values."""
+        """What enters the attention block -> rotated queries, rotated keys, values."""
         raise NotImplementedError
 
     def finish(

@@ -24,7 +24,7 @@ class CountReads(DecodeRule):
     into: ClassVar[str] = "given"
     planes: ClassVar[tuple[Plane, ...]] = (READS, Plane("given"))
 
-    def after(self, planes, step):
+    def after(self, planes, step, artefacts):
         at = step.rows(len(planes["reads"]))
         given = planes["given"].at[at].get(mode="fill", fill_value=0)
         read = (given >= 0.1 * step.group).astype(jnp.float32)
@@ -37,7 +37,6 @@ class CountReads(DecodeRule):
 
 @dataclasses.dataclass(frozen=True)
 class WeightedValues(Scorer):
-    needs_values: ClassVar[bool] = True
     artefacts: ClassVar[tuple[str, ...]] = ("head_weight",)
 
     @property

@@ -62,7 +62,7 @@ def forward(config, params, tokens, positions, attend, carry) -> tuple:
 
     def run(carry, layer):
         q, k, v = (params[name][layer][positions] for name in "qkv")
-        carry, out, _ = attend(carry, layer, q, k, v)
+        carry, out, _ = attend(carry, layer, q, k, v, q.reshape(*positions.shape, -1))
         return carry, out.reshape(*positions.shape, -1)
 
     params = jax.tree.map(jnp.asarray, params)

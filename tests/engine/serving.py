@@ -66,7 +66,7 @@ def drain(llm: LLM, most: int = 2000) -> dict[str, RequestOutput]:
 def dense_greedy(params, prompt, steps: int) -> list[int]:
     """Greedy tokens without any cache: the whole sequence again for every token."""
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         group = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5

@@ -36,7 +36,7 @@ _compress = jax.jit(reclaim.compress_slots, static_argnums=(0, 1))
 
 @jax.jit
 def _dense_scores(params, tokens):
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         group = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5

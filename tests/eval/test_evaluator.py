@@ -34,7 +34,7 @@ def padded(tokens) -> np.ndarray:
 
 @jax.jit
 def _dense(params, tokens):
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         group = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5

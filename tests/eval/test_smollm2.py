@@ -23,7 +23,7 @@ def model(smollm2_path):
 def plain_scores(model, tokens, last: int) -> np.ndarray:
     """Log-probabilities after each of the last tokens, without the engine's attention."""
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         group = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
         s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5

@@ -40,7 +40,7 @@ def run(config, params, tokens, start, cache):
     positions = jnp.broadcast_to(start + jnp.arange(length), (batch, length))
     slots = jnp.broadcast_to(jnp.arange(cache[0].shape[2]), (batch, cache[0].shape[2]))
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         keys, values = carry
         at = (layer, 0, start, 0, 0)
         keys = jax.lax.dynamic_update_slice(keys, k[None], at)

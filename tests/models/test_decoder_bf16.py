@@ -36,7 +36,7 @@ def run(hf, weights, tokens, positions, dtype):
     params = params_from(config, weights.__getitem__)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
         out = dense_attention(wide_q, wide_k, wide_v, positions, positions)
         return carry, out, (q, k, v)

@@ -167,7 +167,7 @@ def test_aux_is_stacked_over_layers():
     params = decoder.init_params(TINY, jnp.float32)
     tokens = jnp.zeros((2, 4), jnp.int32)
 
-    def attend(carry, layer, q, k, v):
+    def attend(carry, layer, q, k, v, _):
         return carry + 1, jnp.zeros_like(q), {"k": k, "layer": layer}
 
     for state in (params, unstacked(params)):

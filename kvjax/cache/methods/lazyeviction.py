@@ -47,7 +47,7 @@ class NoteHits(DecodeRule):
         Plane("longest", "int32"),
     )
 
-    def after(self, planes: Planes, step: StepView) -> Planes:
+    def after(self, planes: Planes, step: StepView, artefacts: Artefacts) -> Planes:
         newest = jnp.broadcast_to(step.position[:, None, None], (*step.k.shape[:2], 1))
         last = write_newest(
             planes["last"], step.block_table, step.context_len, newest, step.touched

@@ -49,7 +49,7 @@ class CountHits(DecodeRule):
     into: ClassVar[str] = "received"
     planes: ClassVar[tuple[Plane, ...]] = (Plane("received"), Plane("hits", width=PARTS))
 
-    def after(self, planes: Planes, step: StepView) -> Planes:
+    def after(self, planes: Planes, step: StepView, artefacts: Artefacts) -> Planes:
         at = step.rows(planes["hits"].shape[0])
         given = planes["received"].at[at].get(mode="fill", fill_value=0)[..., 0]
         share = step.group / jnp.maximum(step.context_len, 1)

@@ -38,7 +38,7 @@ class GiveNewest(DecodeRule):
 
     scorer: "Intrinsic"
 
-    def after(self, planes: Planes, step: StepView) -> Planes:
+    def after(self, planes: Planes, step: StepView, artefacts: Artefacts) -> Planes:
         position = jnp.broadcast_to(step.position[:, None], step.k.shape[:2])
         newest = self.scorer.of(step.layer, step.k, position)
         metric = write_newest(

@@ -109,7 +109,8 @@ class Method:
     def artefacts(self) -> tuple[str, ...]:
         """Names of the calibrated arrays that it needs."""
         own = () if self.scorer is None else self.scorer.artefacts
-        return tuple(dict.fromkeys((*own, *self.allocator.artefacts)))
+        rule = () if self.decode is None else self.decode.artefacts
+        return tuple(dict.fromkeys((*own, *rule, *self.allocator.artefacts)))
 
     @property
     def eviction(self) -> "Method":

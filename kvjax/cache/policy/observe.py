@@ -1,7 +1,7 @@
 """Scorers at work in a prompt: what a prefill step asks of them, layer by layer and at its end."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Observer:
         """
         if self.scorer is None:
             return Scores(jnp.zeros((view.num_heads, view.k.shape[0]), jnp.float32))
-        scores = self.scorer.score(view, of_layer(self.scorer, artefacts, view.layer))
+        scores = self.scorer.score(view, of_layer(self.scorer.artefacts, artefacts, view.layer))
         return scores if self.query_heads else dataclasses.replace(scores, query_heads=None)
 
     def finish(
@@ -69,10 +69,9 @@ class Observer:
 
 
 def of_layer(
-    scorer: Scorer, artefacts: Artefacts, layer: Int32[Array, ""] | int
-) -> Mapping[str, Array]:
-    """The parts of the arrays that a scorer reads that are its layer's."""
+    names: Iterable[str], artefacts: Artefacts, layer: Int32[Array, ""] | int
+) -> dict[str, Array]:
+    """A layer's part of the arrays of these names."""
     return {
-        name: jax.lax.dynamic_index_in_dim(artefacts[name], layer, keepdims=False)
-        for name in scorer.artefacts
+        name: jax.lax.dynamic_index_in_dim(artefacts[name], layer, keepdims=False) for name in names
     }

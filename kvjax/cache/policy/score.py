@@ -39,9 +39,9 @@ class LayerView:
     log_sum: Float[Array, "Hr T"] | None = None
     """Log-sum-exp of each query's logits over all keys it sees, where the attention told it."""
     v: Float[Array, "P H d"] | None = None
-    """Values; where `Scorer.needs_values`."""
+    """Values, in the order of the keys."""
     hidden: Float[Array, "T D"] | None = None
-    """The residual stream that enters the layer; where `Scorer.needs_hidden`."""
+    """What enters the attention block: the residual stream after the layer's first norm."""
 
     @property
     def num_heads(self) -> int:
@@ -87,6 +87,8 @@ class StepView:
     k: Float[Array, "S H d"]
     """The newest keys, rotated."""
     v: Float[Array, "S H d"]
+    hidden: Float[Array, "S D"]
+    """What enters the attention block."""
     position: Int32[Array, " S"]
     """Their token positions."""
     block_table: Int32[Array, "S H M"]
@@ -114,6 +116,8 @@ class DecodeRule:
     """
 
     power: int | None = None
+    artefacts: ClassVar[tuple[str, ...]] = ()
+    """Names of the calibrated arrays that `after` reads."""
     into: ClassVar[str] = "metric"
     planes: ClassVar[tuple[Plane, ...]] = ()
 
@@ -121,16 +125,14 @@ class DecodeRule:
         """The planes before the attention adds to them."""
         return planes
 
-    def after(self, planes: Planes, step: StepView) -> Planes:
-        """The planes after the attention."""
+    def after(self, planes: Planes, step: StepView, artefacts: Artefacts) -> Planes:
+        """The planes after the attention; `artefacts` are the layer's."""
         return planes
 
 
 class Scorer:
     """How much each KV counts. Subclasses are frozen dataclasses and give at least `score`."""
 
-    needs_values: ClassVar[bool] = False
-    needs_hidden: ClassVar[bool] = False
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the calibrated arrays that it reads."""
 

@@ -144,19 +144,22 @@ class LlamaLayer(Layer):
             )
         return table
 
-    def unrotated(self, config: ModelConfig, x: Array) -> tuple[Array, Array, Array]:
-        """Residual stream [B, T, D] -> q [B, T, H r, d], k and v [B, T, H, d] before RoPE."""
-        qkv = matmul(rms_norm(x, self.attn_norm[...], config.rms_norm_eps), self.qkv[...])
+    def enter(self, config: ModelConfig, x: Array) -> Array:
+        return rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
+
+    def unrotated(self, config: ModelConfig, hidden: Array) -> tuple[Array, Array, Array]:
+        """What enters attention [B, T, D] -> q [B, T, H r, d], k, v [B, T, H, d] before RoPE."""
+        qkv = matmul(hidden, self.qkv[...])
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...]
         r = config.group_size
-        q = qkv[..., :r, :].reshape(*x.shape[:-1], config.num_heads, config.head_dim)
+        q = qkv[..., :r, :].reshape(*hidden.shape[:-1], config.num_heads, config.head_dim)
         return q, qkv[..., r, :], qkv[..., r + 1, :]
 
     def project(
-        self, config: ModelConfig, x: Array, cos: Array, sin: Array
+        self, config: ModelConfig, hidden: Array, cos: Array, sin: Array
     ) -> tuple[Array, Array, Array]:
-        q, k, v = self.unrotated(config, x)
+        q, k, v = self.unrotated(config, hidden)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def finish(self, config: ModelConfig, x: Array, attended: Array) -> Array:

@@ -36,9 +36,9 @@ class Qwen3Layer(LlamaLayer):
         return table
 
     def project(
-        self, config: ModelConfig, x: Array, cos: Array, sin: Array
+        self, config: ModelConfig, hidden: Array, cos: Array, sin: Array
     ) -> tuple[Array, Array, Array]:
-        q, k, v = self.unrotated(config, x)
+        q, k, v = self.unrotated(config, hidden)
         q = rms_norm(q, self.q_norm[...], config.rms_norm_eps)
         k = rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
