@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.models import decoder
 from kvjax.models.architectures import config_from_hf
 from kvjax.models.config import get_model_entry
 from kvjax.models.weights import load_params
@@ -26,11 +27,12 @@ def tiny(case: str):
     return config, params_from(config, tiny_models.tiny_weights(case).__getitem__)
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("layers", ["scan", "chosen", "unrolled"])
 @pytest.mark.parametrize("case", tiny_models.CASES)
-def test_tiny_models_equal_transformers(case, stacked):
+def test_tiny_models_equal_transformers(case, layers, monkeypatch):
     config, params = tiny(case)
-    params = params if stacked else unstacked(params)
+    params = params if layers == "scan" else unstacked(params)
+    monkeypatch.setattr(decoder, "chooses_layers", lambda _: layers == "chosen")
     tokens = jnp.asarray(tiny_models.tiny_tokens(case))
     cache = empty_cache(config, *tokens.shape)
     logits, _ = jax.jit(run, static_argnums=(0, 3))(config, params, tokens, 0, cache)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -163,22 +164,49 @@ def test_positions_must_match_tokens():
         )
 
 
-def test_aux_is_stacked_over_layers():
+def test_loops_over_layers_are_for_cpus_alone():
+    """On GPUs the host would wait at every branch."""
+    assert [p for p in ("cpu", "gpu", "tpu") if decoder.chooses_layers(p)] == ["cpu"]
+
+
+@pytest.mark.parametrize("layers", ["scan", "chosen", "unrolled"])
+def test_aux_is_stacked_over_layers(layers, monkeypatch):
     params = decoder.init_params(TINY, jnp.float32)
     tokens = jnp.zeros((2, 4), jnp.int32)
 
     def attend(carry, layer, q, k, v, _):
         return carry + 1, jnp.zeros_like(q), {"k": k, "layer": layer}
 
-    for state in (params, unstacked(params)):
-        _, count, aux = decoder.forward(TINY, state, tokens, tokens, attend, 0)
-        assert int(count) == TINY.num_layers
-        assert aux["k"].shape == (3, 2, 4, 2, 8)
-        assert aux["layer"].tolist() == [0, 1, 2]
+    monkeypatch.setattr(decoder, "chooses_layers", lambda _: layers == "chosen")
+    state = params if layers == "scan" else unstacked(params)
+    _, count, aux = decoder.forward(TINY, state, tokens, tokens, attend, 0)
+    assert int(count) == TINY.num_layers
+    assert aux["k"].shape == (3, 2, 4, 2, 8)
+    assert aux["layer"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unrolled"])
-def test_a_decode_step_copies_neither_the_carry_nor_unstacked_weights(stacked):
+@pytest.mark.parametrize(("layers", "times"), [("scan", 1), ("chosen", 1), ("unrolled", 3)])
+def test_attention_is_compiled_once_where_layers_run_in_a_loop(layers, times, monkeypatch):
+    monkeypatch.setattr(decoder, "chooses_layers", lambda _: layers == "chosen")
+    params = decoder.abstract_params(TINY, jnp.float32, stacked=layers == "scan")
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def attend(carry, layer, q, k, v, _):
+        return carry, jnp.tan(q), None
+
+    def run(params, tokens):
+        return decoder.forward(TINY, params, tokens, tokens, attend, ())[0]
+
+    program = jax.jit(run).lower(params, token).compile().as_text()
+    assert program is not None
+    assert len(re.findall(r"= \S+ tan\(", program)) == times
+    assert ("conditional(" in program) == (layers == "chosen")
+
+
+@pytest.mark.parametrize("layers", ["scan", "chosen", "unrolled"])
+def test_a_decode_step_copies_neither_the_carry_nor_unstacked_weights(layers, monkeypatch):
+    monkeypatch.setattr(decoder, "chooses_layers", lambda _: layers == "chosen")
+    stacked = layers == "scan"
     config = dataclasses.replace(
         TINY, hidden_size=256, intermediate_size=1024, num_layers=4, tie_word_embeddings=True
     )
