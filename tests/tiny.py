@@ -23,24 +23,24 @@ TINY = ModelConfig(
 )
 
 
-def write_tiny(folder: Path) -> None:
+def write_tiny(folder: Path, model: ModelConfig = TINY) -> None:
     """Write a Hugging Face checkpoint with random weights and one token per byte."""
     rng = np.random.default_rng(5)
     tensors = {
         slot.hf_name: (rng.standard_normal(slot.file_shape) * 0.2).astype(np.float32)
-        for slot in tensor_slots(TINY)
+        for slot in tensor_slots(model)
     }
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": TINY.vocab_size,
-        "hidden_size": TINY.hidden_size,
-        "intermediate_size": TINY.intermediate_size,
-        "num_hidden_layers": TINY.num_layers,
-        "num_attention_heads": TINY.num_heads,
-        "num_key_value_heads": TINY.num_kv_heads,
-        "head_dim": TINY.head_dim,
-        "max_position_embeddings": TINY.max_position_embeddings,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_position_embeddings,
     }
     (folder / "config.json").write_text(json.dumps(config))
     ByteTokenizer().save(folder)

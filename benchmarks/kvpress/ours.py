@@ -29,7 +29,8 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
     found = []
     for variant in wanted:
         method = get_method(variant.method)
-        scores = jax.jit(functools.partial(passes.observe, method.observer))(dense, np.int32(cut))
+        observe = jax.jit(functools.partial(passes.observe, method.observer))
+        scores = observe(dense, np.int32(cut), evaluator.artefacts)
         width = -(-size // b) + 1
         cache = init_cache(
             num_slots=1,
@@ -42,7 +43,8 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
         )
         keep = rate_blocks(cut, variant.rate, evaluator.heads, b)
         given = (dense.k, dense.v, scores, np.int32(cut), np.int32(keep), method)
-        cache, _, _ = jax.jit(write_survivors)(cache, np.int32(0), *given)
+        write = functools.partial(write_survivors, artefacts=evaluator.artefacts)
+        cache, _, _ = jax.jit(write)(cache, np.int32(0), *given)
         position, table = np.asarray(cache.position), np.asarray(cache.block_table[0])
         held = np.asarray(cache.context_len[0])
         found.append(

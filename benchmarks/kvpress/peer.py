@@ -45,6 +45,7 @@ def make_press(name, share, length):
         "adakv-snapkv": lambda: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
         "expected-attention": lambda: kvpress.ExpectedAttentionPress(ratio),
         "keydiff": lambda: kvpress.KeyDiffPress(ratio),
+        "compactor": lambda: kvpress.CompactorPress(ratio),
         "streaming-llm": lambda: kvpress.StreamingLLMPress(ratio),
         "tova": lambda: kvpress.TOVAPress(ratio),
         "observed-attention": lambda: kvpress.ObservedAttentionPress(ratio),
@@ -71,17 +72,22 @@ class Run:
         self.layers = []
         self.seconds = 0.0
         if wants_positions:
-            prune = press.compress
+            score, prune = press.score, press.compress
+            # Of a layer that loses nothing no scores are asked for.
+            scores = []
 
-            def compress(module, hidden_states, keys, values, attentions, kwargs):
-                # Positions are pruned as if they were values.
-                position = torch.arange(keys.shape[2], dtype=values.dtype)[:, None]
-                position = position.expand(values.shape).contiguous()
-                _, kept = prune(module, hidden_states, keys, position, attentions, kwargs)
-                self.layers.append(kept[0, :, :, 0].int().tolist())
-                return prune(module, hidden_states, keys, values, attentions, kwargs)
+            def note(*given):
+                scores[:] = [score(*given)]
+                return scores[0]
 
-            press.compress = compress
+            def compress(module, hidden_states, keys, *given):
+                scores[:] = [torch.zeros(keys.shape[:3])]
+                kept, values = prune(module, hidden_states, keys, *given)
+                # What is left does not say which tokens it is of: chosen as the press chooses.
+                self.layers.append(scores[0].topk(kept.shape[2], dim=-1).indices[0].tolist())
+                return kept, values
+
+            press.score, press.compress = note, compress
 
     def take(self, module, args, kwargs, output, keys, values):
         """Compress one layer's KVs, as in a prefill of its own."""

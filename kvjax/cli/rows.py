@@ -90,11 +90,11 @@ def rates_of(text: str) -> list[float]:
 
 
 def choose_methods(text: str) -> list[str]:
-    """Names of methods, checked."""
+    """Names of methods, checked; "all" stands for those that need no calibration."""
     from kvjax.cache.methods import METHODS, get_method
 
     if text == "all":
-        return list(METHODS)
+        return [name for name, method in METHODS.items() if not method.calibrated]
     return [get_method(name).name for name in split_list("methods", text)]
 
 

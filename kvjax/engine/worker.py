@@ -24,6 +24,7 @@ from kvjax.engine.interrupts import released
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
 from kvjax.models.config import ModelConfig
+from kvjax.models.rope import rope_artefacts
 
 # Engines of equal sizes share what is compiled here.
 _PREFILL = jax.jit(prefill.prefill, static_argnums=(0, 1))
@@ -97,8 +98,8 @@ class Worker:
     ):
         self.model, self.params, self.config = model, params, config
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
-        self.artefacts = dict(artefacts or {})
-        """Calibrated arrays by name, for methods that read them."""
+        self.artefacts = {**(artefacts or {}), **rope_artefacts(model)}
+        """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
         self.planes = tuple(plane.name for plane in planes)
         """Further numbers per KV that the pool has room for."""
         self.compiled = CompiledSteps()

@@ -33,6 +33,7 @@ from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import finish_answer, needs_answer, score_answer, score_free
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks
 from kvjax.models import LoadedModel
+from kvjax.models.rope import rope_artefacts
 
 STEPS_AT_ONCE = 8
 """Tokens decoded before the host looks for stop texts."""
@@ -48,8 +49,8 @@ class Evaluator:
         artefacts: Mapping[str, jax.Array] | None = None,
     ):
         self.model, self.config = model, config
-        self.artefacts = dict(artefacts or {})
-        """Calibrated arrays by name, for methods that read them."""
+        self.artefacts = {**(artefacts or {}), **rope_artefacts(model.config)}
+        """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
@@ -98,8 +99,15 @@ class Evaluator:
             One dictionary per (protocol, variant), ready for `json.dumps`.
 
         Raises:
-            UserError: a variant does not fit a pool of its own.
+            UserError: a variant does not fit a pool of its own, or needs a calibration.
         """
+        for name in dict.fromkeys(v.method for variants in jobs.values() for v in variants):
+            for array in get_method(name).artefacts:
+                if array not in self.artefacts:
+                    raise UserError(
+                        f"method {name} reads the calibrated array {array}: give a calibration "
+                        "that has it"
+                    )
         run = _RowRun(self, row, tokens)
         cuts: dict[int, list[str]] = {}
         for protocol in jobs:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.models.config import ModelConfig
 
 
@@ -24,6 +25,12 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
         keep = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
         frequency = keep * frequency + (1.0 - keep) * frequency / scaling.factor
     return frequency.astype(np.float32)
+
+
+def rope_artefacts(config: ModelConfig) -> dict[str, Array]:
+    """The frequencies of every layer, for methods that look at queries or keys before RoPE."""
+    frequency = jnp.asarray(rope_frequencies(config))
+    return {ROPE_FREQUENCY: jnp.broadcast_to(frequency, (config.num_layers, *frequency.shape))}
 
 
 def rope_angles(

@@ -1,8 +1,11 @@
 """`python -m benchmarks.kvpress` without torch: budgets, tables, positions, weights, bad input."""
 
+import dataclasses
 import functools
 import json
+import os
 import sys
+import types
 
 import jax
 import numpy as np
@@ -14,7 +17,7 @@ from benchmarks.kvpress import presses, process, report
 from benchmarks.kvpress.checkpoint import export
 from kvjax.cli import Progress, main_of
 from kvjax.errors import UserError
-from tests.tiny import TINY
+from tests.tiny import TINY, write_tiny
 
 PEER = """
 import json, sys
@@ -335,6 +338,68 @@ def test_bad_input_is_one_line(capsys, arguments, message):
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+SKETCHED = """
+import sys
+sys.path.append(FOLDER)
+import kvpress, peer, torch
+given, randn, press = torch.tensor(DRAWN), torch.randn, kvpress.CompactorPress
+torch.randn = lambda *shape, **rest: given[None] if len(shape) == 4 else randn(*shape, **rest)
+kvpress.CompactorPress = lambda ratio: press(ratio, blending=0.9)
+peer.main()
+"""
+"""The peer with our λ and our sketch."""
+
+
+@pytest.mark.slow
+def test_real_presses_keep_the_same_positions(tmp_path):
+    """At equal KVs, of a prompt whose chunks are whole."""
+    peer_python = os.environ.get("KVJAX_PEER_PYTHON")
+    if not peer_python:
+        pytest.skip("needs a Python with kvpress (set KVJAX_PEER_PYTHON)")
+    from benchmarks.kvpress.ours import kept_positions
+    from kvjax.eval.evaluator import Evaluator
+    from kvjax.eval.sizes import EvaluatorConfig, Variant
+    from kvjax.models import load_model
+
+    wide = dataclasses.replace(TINY, num_layers=3, hidden_size=64, head_dim=64)
+    write_tiny(tmp_path, wide)
+    evaluator = Evaluator(load_model(weights=tmp_path), EvaluatorConfig())
+    folder = tmp_path / "exported"
+    export(evaluator.model.config, evaluator.model.tokenizer, tmp_path, folder, Progress())
+    rng = np.random.default_rng(1)
+    prompt, rate = rng.integers(0, 256, 8 + 512 + 4), 3.0
+    drawn = rng_of_compactor().standard_normal((wide.num_kv_heads, 64, 48)).astype(np.float32)
+    script = tmp_path / "peer.py.txt"
+    values = f"FOLDER, DRAWN = {str(process.PEER.parent)!r}, {drawn.tolist()!r}\n"
+    script.write_text(values + SKETCHED)
+    names = ["keydiff", "expected-attention", "compactor"]
+    like = [Variant(str(presses.PRESSES[name].like), rate) for name in names]
+    tokens = types.SimpleNamespace(prompt=prompt)
+    ours = kept_positions(evaluator, None, tokens, len(prompt), like)
+    asked = [
+        {"press": name, "kvs": sum(map(len, kept)), "positions": True}
+        for name, kept in zip(names, ours)
+    ]
+    job = {
+        "prompt": prompt.tolist(), "cut": len(prompt), "opened": len(prompt), "free_tokens": 0,
+        "eos": [], "head": 0, "target": [1, 2], "presses": asked,
+    }  # fmt: skip
+    with process.PeerProcess(peer_python, folder, script) as peer:
+        answer = peer.ask(job)
+    for name, kept, found in zip(names, ours, answer["results"]):
+        theirs = [sorted(head) for layer in found["positions"] for head in layer]
+        # Ours are whole blocks.
+        assert all(abs(len(a) - len(b)) < 16 for a, b in zip(kept, theirs)), name
+        assert all(len(head) < len(prompt) / 2 for head in theirs)
+        assert presses.agreement(kept, theirs) > 0.998, name
+
+
+def rng_of_compactor():
+    from kvjax.cache.methods.compactor import Compactor
+
+    return np.random.default_rng(Compactor().seed)
 
 
 def test_a_python_without_kvpress_says_what_to_install(python):

@@ -29,10 +29,12 @@ from tests.cache.stand_in import (
 )
 from tests.oracle.audit import audit
 from tests.oracle.chunks import METRICS, Chunk, pooled
+from tests.oracle.scores import calibrated
 
 START, CHUNK, WIDTH, READ_AT = 58, 37, 40, 19
 """Tokens before the chunk, tokens of it, those that run (the rest are padding); what is read."""
 PARAMS = drawn(2)
+ARTEFACTS = jax.tree.map(jnp.asarray, calibrated(L, H, D))
 # One head of the last layer reads a token that only heads of the first layer hold to be read.
 PARAMS["q"][1, START + CHUNK - 1, 3] = 4
 PARAMS["k"][1, READ_AT, 1] = 4
@@ -75,7 +77,7 @@ def chunked(observer):
 
     def step(params, cache, length):
         slot, tokens = jnp.int32(1), jnp.zeros(WIDTH, jnp.int32)
-        return prefill_in_pool(MODEL, observer, params, {}, cache, slot, tokens, length)
+        return prefill_in_pool(MODEL, observer, params, ARTEFACTS, cache, slot, tokens, length)
 
     return QUICKLY(step)
 
@@ -137,7 +139,7 @@ def test_a_chunk_of_impossible_length_is_refused(held):
         assert_identical(held, after, f"{length} tokens")
 
 
-@pytest.mark.parametrize("name", ["shared-reads", "a2sf"])
+@pytest.mark.parametrize("name", ["shared-reads", "a2sf", "compactor"])
 def test_parts_of_a_prompt_in_a_scratch(name):
     """Two parts, the second behind the first: nothing is missing and everything is in order."""
     observer = get_method(name).observer
@@ -148,7 +150,9 @@ def test_parts_of_a_prompt_in_a_scratch(name):
         tokens = jnp.zeros(WIDTH, jnp.int32)
 
         def part(prompt, length):
-            prompt, scores = prefill_in_scratch(MODEL, observer, params, {}, prompt, tokens, length)
+            prompt, scores = prefill_in_scratch(
+                MODEL, observer, params, ARTEFACTS, prompt, tokens, length
+            )
             return prompt, (prompt.scores.metric, scores)
 
         return jax.lax.scan(part, prompt, lengths)

@@ -14,10 +14,11 @@ from kvjax import cache as kv
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.policy import LayerView
 from tests.oracle.methods import KEEPS, KEEPS_IN_POOL
-from tests.oracle.scores import Prompt
+from tests.oracle.scores import Prompt, calibrated
 
 L, H, R, D, T, B = 3, 2, 2, 8, 112, 4
 M = T // B
+ARTEFACTS = jax.tree.map(jnp.asarray, calibrated(L, H, D))
 
 
 def empty(planes: tuple[kv.Plane, ...] = ()) -> kv.PagedCache:
@@ -51,7 +52,8 @@ def observer(name: str):
     def observe(q, k, v, length):
         def one(inputs):
             layer, q, k, v = inputs
-            return observer.observe(LayerView(layer, q, k, length, jnp.int32(0), v=v), {})
+            view = LayerView(layer, q, k, length, jnp.int32(0), v=v)
+            return observer.observe(view, ARTEFACTS)
 
         return observer.finish(jax.lax.map(one, (jnp.arange(L), q, k, v)), None, length, T)
 
@@ -62,11 +64,16 @@ def observer(name: str):
 def both(k, v, scores, length, keep, method, planes):
     """Both ways to compress a prompt; methods that evict alike share a compiled program."""
     slot = jnp.int32(1)
-    direct, report, ok = kv.write_survivors(empty(planes), slot, k, v, scores, length, keep, method)
+    given = {"artefacts": ARTEFACTS}
+    direct, report, ok = kv.write_survivors(
+        empty(planes), slot, k, v, scores, length, keep, method, **given
+    )
     whole, written = kv.write_prompt(
         empty(planes), slot, k, v, scores.metric, length, state=scores.state
     )
-    whole, later = kv.compress(whole, slot[None], keep[None], method, max_kvs_per_step=T * H)
+    whole, later = kv.compress(
+        whole, slot[None], keep[None], method, max_kvs_per_step=T * H, **given
+    )
     return direct, whole, report, later, ok & written
 
 

@@ -14,17 +14,20 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
+from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.policy import Selector
 from kvjax.engine import LLM, EngineConfig, SamplingParams
 from kvjax.engine.decode import decode_step as decode_one
 from kvjax.engine.prefill import prefill
 from kvjax.models import load_model
+from kvjax.models.fingerprint import model_hash
 from tests.cache.pair import heads_of
 from tests.cache.stand_in import (
     MODEL,
     QUICKLY,
     B,
+    D,
     H,
     L,
     R,
@@ -39,7 +42,7 @@ from tests.oracle import KV
 from tests.oracle.audit import audit
 from tests.oracle.decode import decode_step
 from tests.oracle.methods import KEEPS, SCORES
-from tests.oracle.scores import Prompt
+from tests.oracle.scores import Prompt, calibrated
 
 LIKE_OTHERS = (
     "snapkv-w32",
@@ -58,6 +61,7 @@ T, CAP, STEPS = 112, 76, 9
 LENGTH = T - 3
 KEEP = kv.budget_blocks(CAP, L, H, B)
 PARAMS = drawn(3)
+ARTEFACTS = jax.tree.map(jnp.asarray, calibrated(L, H, D))
 Q, K, V = (PARAMS[x][:, :LENGTH] for x in "qkv")
 PROMPT = Prompt(Q, K, V, CAP, B)
 
@@ -83,7 +87,7 @@ def decoder(rule):
 def compress_half(cache, method):
     """Compression of slot 1 and of a slot that is not there to half of the cap."""
     slots, keep = jnp.array([1, 2], jnp.int32), jnp.full(2, KEEP // 2, jnp.int32)
-    return kv.compress(cache, slots, keep, method, max_kvs_per_step=1000)[0]
+    return kv.compress(cache, slots, keep, method, artefacts=ARTEFACTS, max_kvs_per_step=1000)[0]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -94,13 +98,15 @@ def test_admission_decoding_and_compression(name):
     @QUICKLY
     def admit(params, cache, length):
         tokens = jnp.zeros(T, jnp.int32)
-        prompt, scores = prefill(MODEL, method.observer, params, {}, tokens, length)
+        prompt, scores = prefill(MODEL, method.observer, params, ARTEFACTS, tokens, length)
         given = (cache, jnp.int32(1), prompt.k, prompt.v)
         if not method.compresses:
             cache, ok = kv.write_prompt(*given, prompt.scores.metric, length)
             return cache, ok, scores
         keep = jnp.int32(KEEP)
-        cache, _, ok = kv.write_survivors(*given, prompt.scores, length, keep, method)
+        cache, _, ok = kv.write_survivors(
+            *given, prompt.scores, length, keep, method, artefacts=ARTEFACTS
+        )
         return cache, ok, scores
 
     now, ok, scores = admit(PARAMS, empty(planes=method.planes), np.int32(LENGTH))
@@ -171,7 +177,11 @@ def smollm2(smollm2_path):
     config = EngineConfig(
         max_batch=1, max_len=512, prefill_chunk=1024, pool_tokens=1024, methods=methods
     )
-    return LLM(load_model(weights=smollm2_path), config=config)
+    model = load_model(weights=smollm2_path)
+    shape = model.config
+    arrays = calibrated(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    calibration = Calibration(arrays, model_hash(shape, model.params))
+    return LLM(model, config=config, calibration=calibration)
 
 
 @pytest.mark.slow

@@ -202,6 +202,10 @@ def test_quick_names_what_there_is():
         return options
 
     assert len(choose_methods(evaluate.QUICK["methods"])) > 5
+    every = choose_methods("all")
+    assert len(every) > 40
+    assert "compactor" in every
+    assert "duo-heads" not in every
     options = options_of("--quick", "--rows", "3")
     assert (options.rows, options.length) == (3, evaluate.QUICK["length"])
     assert options_of("--quick", "--prompts", "x").tasks is None

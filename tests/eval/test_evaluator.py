@@ -65,6 +65,11 @@ def evaluator(tiny_model):
     return Evaluator(tiny_model, CONFIG)
 
 
+def test_a_method_without_its_calibration_is_refused(evaluator):
+    with pytest.raises(UserError, match=r"^method duo-heads reads .* head_budget: [^\n]*$"):
+        run_row(evaluator, make_row(), ["chat"], [Variant("full", 1.0), Variant("duo-heads", 4.0)])
+
+
 def log_softmax(x):
     return (
         x

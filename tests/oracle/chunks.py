@@ -14,7 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.oracle.attention import softmax
-from tests.oracle.scores import random_number
+from tests.oracle.scores import (
+    compactor_part,
+    expected_row,
+    random_number,
+    unlike_the_mean,
+)
 
 Name = tuple[int, int]
 Metrics = dict[Name, np.ndarray]
@@ -26,6 +31,8 @@ class Held:
 
     at: np.ndarray
     """Token positions [n]."""
+    q: np.ndarray
+    """The chunk's queries [r, C, d]."""
     k: np.ndarray
     v: np.ndarray
     before: np.ndarray
@@ -80,7 +87,8 @@ class Chunk:
                         query = q[layer, i, h * group + r].astype(np.float64)
                         logits = keys @ query / math.sqrt(d)
                         p[r, i] = softmax(np.where(at <= start + i, logits, -np.inf))
-                heads[layer, h] = Held(at, keys, values, before, p, p @ values)
+                mine = np.swapaxes(q[layer, :, h * group : (h + 1) * group], 0, 1)
+                heads[layer, h] = Held(at, mine, keys, values, before, p, p @ values)
         return cls(start, length, heads)
 
 
@@ -192,6 +200,27 @@ def shared_reads(c: Chunk) -> Metrics:
     return {name: np.maximum(result[name], least[x.at]) for name, x in c.heads.items()}
 
 
+def expected_attention(c: Chunk, name: Name, x: Held) -> np.ndarray:
+    """By the chunk's own queries."""
+    at = c.start + np.arange(c.length)
+    return expected_row(x.q, at, x.k, x.v, x.at, c.end)
+
+
+def compactor(c: Chunk) -> Metrics:
+    """The chunk by itself; what is held keeps what it has."""
+    result = {}
+    at = c.start + np.arange(c.length)
+    for layer in sorted({layer for layer, _ in c.heads}):
+        own = [x for (n, _), x in sorted(c.heads.items()) if n == layer]
+        q = np.swapaxes(np.concatenate([x.q for x in own]), 0, 1)
+        k, v = (np.stack([part[-c.length :] for part in parts], axis=1)
+                for parts in ([x.k for x in own], [x.v for x in own]))  # fmt: skip
+        rows = compactor_part(q, k, v, at, c.end)
+        for h, x in enumerate(own):
+            result[layer, h] = np.concatenate([x.before[: -c.length], rows[h]])
+    return result
+
+
 METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "shared-reads": shared_reads,
     "wide-pool": every(
@@ -210,6 +239,9 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "lazyeviction": every(hit_again),
     "streaming-llm": every(lambda c, name, x: x.at.astype(float)),
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
+    "keydiff": every(lambda c, name, x: unlike_the_mean(x.k)),
+    "expected-attention": every(expected_attention),
+    "compactor": compactor,
     "key-norm": every(lambda c, name, x: -np.linalg.norm(x.k, axis=-1)),
 }
 """By a method's name; one of each rule that methods share. NaN: never evicted, whatever it is."""

@@ -38,6 +38,7 @@ step's attention [r, n] to the new ones."""
 
 GIVEN: dict[str, Given] = {
     "streaming-llm": lambda layer, head, kv: float(kv.position),
+    "duo-heads": lambda layer, head, kv: float(kv.position),
     "random": lambda layer, head, kv: random_number(layer, head, kv.position),
     "key-norm": lambda layer, head, kv: -math.sqrt(float((kv.k.astype(np.float64) ** 2).sum())),
 }

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from tests.oracle.scores import (
     Prompt,
     Scores,
+    calibrated,
+    compactor,
+    expected_attention,
     forgetting,
     h2o_rows,
     h2o_scores,
     hit_again,
+    keydiff,
     kvc_rows,
     kvc_scores,
     low_key_norm,
@@ -36,6 +40,7 @@ from tests.oracle.selection import (
     keeps_cheapest_of_layer,
     keeps_globally,
     keeps_shared,
+    keeps_whole_heads,
     pyramid_layers,
 )
 
@@ -73,6 +78,12 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "tova": keeps_shared(newest_query, protected=1),
     "a2sf": keeps(forgetting(0.95), protected=16),
     "a2sf-f20": keeps(forgetting(0.2), protected=16),
+    "keydiff": keeps(keydiff),
+    "expected-attention": keeps(expected_attention, sinks=4),
+    "compactor": keeps(compactor, protected=4, sinks=8),
+    "duo-heads": keeps_whole_heads(
+        recency, lambda p: calibrated(p.layers, p.heads, 8)["head_budget"], protected=28, sinks=4
+    ),
     "kmeans:snapkv": keeps(SNAPKV, protected=8, choose=k_means()),
     "wide-pool": keeps_globally(wide_pool, protected=4),
     "shared-reads": keeps_globally(shared_reads, protected=2),
@@ -153,6 +164,10 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "tova": newest_query,
     "a2sf": forgetting(0.95),
     "a2sf-f20": forgetting(0.2),
+    "keydiff": keydiff,
+    "expected-attention": expected_attention,
+    "compactor": compactor,
+    "duo-heads": recency,
     "wide-pool": wide_pool,
     "shared-reads": shared_reads,
     "kv-compress": kvc_scores(8, 2, 7),

@@ -122,6 +122,139 @@ def low_key_norm(p: Prompt) -> Scores:
     }
 
 
+def calibrated(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:
+    """What is measured of a model, not of a prompt: RoPE's frequencies, how much heads are used."""
+    frequency = np.array([10_000 ** (-2 * i / d) for i in range(d // 2)], np.float32)
+    used = np.random.default_rng(4).permutation(layers * heads).reshape(layers, heads)
+    return {
+        "rope_frequency": np.tile(frequency, (layers, 1)),
+        "head_budget": (used / 10).astype(np.float32),
+    }
+
+
+def rotation(position: int, d: int) -> np.ndarray:
+    """RoPE's matrix [d, d] at a position: pairs (i, i + d/2) turn by position · frequency."""
+    result = np.zeros((d, d))
+    for i, frequency in enumerate(calibrated(1, 1, d)["rope_frequency"][0]):
+        c, s = math.cos(position * float(frequency)), math.sin(position * float(frequency))
+        j = i + d // 2
+        result[i, i], result[i, j], result[j, i], result[j, j] = c, -s, s, c
+    return result
+
+
+def before_rope(x: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Rotated vectors [n, d] of some positions as they were."""
+    rows = [rotation(int(at), x.shape[1]).T @ row for row, at in zip(x, position, strict=True)]
+    return np.array(rows).reshape(x.shape)
+
+
+def unlike_the_mean(k: np.ndarray) -> np.ndarray:
+    """KeyDiff of some keys [n, d]."""
+    unit = [row / math.sqrt(row @ row) for row in k.astype(np.float64)]
+    mean = np.sum(unit, axis=0) / len(unit)
+    return np.array([-(row @ mean) / math.sqrt(mean @ mean) for row in unit])
+
+
+def keydiff(p: Prompt) -> Scores:
+    return {(layer, head): unlike_the_mean(p.k[layer, :, head]) for layer, head in p.names}
+
+
+def expected_row(
+    q: np.ndarray,
+    q_at: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    k_at: np.ndarray,
+    end: int,
+    ahead: int = 512,
+) -> np.ndarray:
+    """Expected Attention of keys [n, d] from the queries [r, T, d] of a group; NaN for sinks.
+
+    The mean and covariance of the queries before RoPE from position 4 on, turned by the mean
+    rotation over the positions that come next.
+    """
+    d = k.shape[1]
+    turn = np.mean([rotation(end + i, d) for i in range(ahead)], axis=0)
+    chosen = np.flatnonzero(k_at >= 4)
+    total = np.zeros(len(k))
+    for queries in q.astype(np.float64):
+        known = before_rope(queries[q_at >= 4], q_at[q_at >= 4])
+        mean, covariance = np.zeros(d), np.zeros((d, d))
+        if len(known):
+            mean = known.mean(axis=0)
+            covariance = np.mean([np.outer(x - mean, x - mean) for x in known], axis=0)
+        mean, covariance = turn @ mean, turn @ covariance @ turn.T
+        keys = k[chosen].astype(np.float64)
+        logits = [x @ mean / math.sqrt(d) + x @ covariance @ x / (2 * d) for x in keys]
+        if logits:
+            weight = np.exp(np.array(logits) - max(logits))
+            total[chosen] += weight / weight.sum() / len(q)
+    total *= np.linalg.norm(v.astype(np.float64), axis=-1)
+    total[k_at < 4] = np.nan
+    return total
+
+
+def expected_attention(p: Prompt) -> Scores:
+    at = np.arange(p.length)
+    return {
+        (layer, head): expected_row(
+            np.array([p.q[layer, :, g] for g in p.of_group(head)]),
+            at, p.k[layer, :, head], p.v[layer, :, head], at, p.length,
+        )
+        for layer, head in p.names
+    }  # fmt: skip
+
+
+def compactor_part(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    at: np.ndarray,
+    end: int,
+    *,
+    blend: float = 0.9,
+    chunk: int = 256,
+    sketch: int = 48,
+) -> np.ndarray:
+    """Compactor of one layer: q [T, H·r, d], k and v [T, H, d] of tokens `at`; [H, T]."""
+    heads, d = k.shape[1:]
+    group = q.shape[1] // heads
+    inner = np.flatnonzero((at >= 8) & (at < end - 4))
+    drawn = np.random.default_rng(0).standard_normal((heads, d, sketch)) / math.sqrt(sketch)
+    leverage, attention = np.zeros((2, heads, len(inner)))
+    for head in range(heads):
+        x = before_rope(k[inner, head].astype(np.float64), at[inner])
+        x = x - x.mean(axis=0) if len(x) else x
+        if d > sketch:
+            x = x @ drawn[head]
+        inverse = np.linalg.inv(x.T @ x + 0.01 * np.eye(x.shape[1]))
+        leverage[head] = [row @ inverse @ row for row in x]
+        for first in range(0, len(inner), chunk):
+            some = inner[first : first + chunk]
+            for g in range(head * group, (head + 1) * group):
+                for i in some:
+                    logits = np.array([float(q[i, g] @ k[j, head].astype(float)) for j in some])
+                    weight = np.exp(logits - logits.max())
+                    attention[head, first : first + chunk] += weight / weight.sum() / group
+        attention[head] *= np.linalg.norm(v[inner, head].astype(float), axis=-1)
+        attention[head] = avg_pool(attention[head], 3)
+    result = np.zeros((heads, len(k)))
+    if len(inner):
+
+        def z(x: np.ndarray) -> np.ndarray:
+            deviation = math.sqrt(((x - x.mean()) ** 2).sum() / max(1, x.size - 1))
+            return (x - x.mean()) / max(deviation, 1e-6)
+
+        result[:, inner] = blend * z(leverage) + z(attention)
+    return result
+
+
+def compactor(p: Prompt) -> Scores:
+    at = np.arange(p.length)
+    rows = [compactor_part(p.q[n], p.k[n], p.v[n], at, p.length) for n in range(p.layers)]
+    return {(layer, head): rows[layer][head] for layer, head in p.names}
+
+
 def h2o_rows(p: Prompt) -> Scores:
     """Column sums of the whole causal matrix, of each query head."""
     return {(layer, head): column_sums(p, layer, head, range(p.length)) for layer, head in p.names}

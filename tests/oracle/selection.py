@@ -218,6 +218,30 @@ def keeps_globally(
     return kept
 
 
+def keeps_whole_heads(
+    scores_of: Callable[[Prompt], Scores],
+    worth_of: Callable[[Prompt], np.ndarray],
+    *,
+    protected: int,
+    sinks: int,
+) -> Callable[[Prompt], Kept]:
+    """Heads are filled up one after the other, the most used first, while there are blocks."""
+
+    def kept(p: Prompt) -> Kept:
+        scores, worth = scores_of(p), worth_of(p)
+        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - protected}
+        least = min(p.owned, max(1, -(-len(guarded) // p.block)))
+        blocks = dict.fromkeys(p.names, least)
+        spare = p.cap_blocks * p.layers * p.heads - sum(blocks.values())
+        for name in sorted(p.names, key=lambda name: -worth[name]):
+            more = max(0, min(spare, p.owned - least))
+            blocks[name] += more
+            spare -= more
+        return {name: best(p, scores[name], guarded, blocks[name]) for name in p.names}
+
+    return kept
+
+
 # Representatives.
 
 

@@ -14,9 +14,13 @@ from typing import Any, get_args
 from kvjax.cache.methods import (
     a2sf,
     adakv,
+    compactor,
+    duo_heads,
+    expected_attention,
     full,
     h2o,
     key_norm,
+    keydiff,
     kv_compress,
     lazyeviction,
     paged_h2o,
@@ -38,7 +42,8 @@ from kvjax.errors import UserError
 
 _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compress, wide_pool,
            shared_reads, paged_h2o)  # fmt: skip
-_AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction)
+_AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
+          compactor, duo_heads)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
 _WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means}
 WRAPPED = (

@@ -17,6 +17,7 @@ from kvjax.cache.policy.allocate import Allocator, Global
 from kvjax.cache.policy.checks import check_a, check_numbers, check_one_of, check_wholes
 from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.observe import Observer
+from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.policy.score import DecodeRule, Scorer, Stored
 from kvjax.cache.policy.select import Selector
 from kvjax.checks import INT32_MAX, check_flag, check_text
@@ -107,10 +108,15 @@ class Method:
 
     @property
     def artefacts(self) -> tuple[str, ...]:
-        """Names of the calibrated arrays that it needs."""
+        """Names of the arrays that it needs."""
         own = () if self.scorer is None else self.scorer.artefacts
         rule = () if self.decode is None else self.decode.artefacts
         return tuple(dict.fromkeys((*own, *rule, *self.allocator.artefacts)))
+
+    @property
+    def calibrated(self) -> tuple[str, ...]:
+        """Those of them that a calibration has to give: all but what follows from the model."""
+        return tuple(name for name in self.artefacts if name != ROPE_FREQUENCY)
 
     @property
     def eviction(self) -> "Method":

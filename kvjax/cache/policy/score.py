@@ -60,6 +60,16 @@ class LayerView:
         token = jnp.arange(self.k.shape[0], dtype=jnp.int32)
         return jnp.broadcast_to(token, (self.num_heads, self.k.shape[0]))
 
+    @property
+    def query_position(self) -> Int32[Array, " T"]:
+        """Token position of each query, and of the key of the same token; padding goes on."""
+        return self.start + jnp.arange(self.q.shape[0], dtype=jnp.int32)
+
+    def keys_from(self, first: int) -> Bool[Array, "H P"]:
+        """Which keys are of tokens from position `first` on, and no padding."""
+        at = self.key_position
+        return (at >= first) & (at < self.end)
+
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass

@@ -1,0 +1,51 @@
+"""DuoAttention's split (Xiao et al. 2024) by KVzip's scores (Kim et al. 2025): heads keep all or
+little.
+
+A head's calibrated score is the mean over texts of its KVs' KVzip scores. Heads of high score keep
+everything, the others their first tokens and the newest ones. The authors fix the share of whole
+heads (60 %); here the budget does: the heads of highest score are filled one after the other, so
+that a rate of 1.6 leaves about 60 % of them whole. The last one filled keeps its newest tokens.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from kvjax.cache.methods.streaming_llm import Newest
+from kvjax.cache.policy.allocate import Allocator, BlockCosts, Budget
+from kvjax.cache.policy.method import Method
+from kvjax.cache.policy.score import Artefacts
+
+HEAD_BUDGET = "head_budget"
+"""Calibrated array [L, H]: mean KVzip score of each head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeHeads(Allocator):
+    """Heads keep all they have, the highest `head_budget` first, while the budget lasts."""
+
+    artefacts: ClassVar[tuple[str, ...]] = (HEAD_BUDGET,)
+
+    def split(self, costs: BlockCosts, budget: Budget, artefacts: Artefacts) -> Int32[Array, "L H"]:
+        low = costs.least.reshape(-1)
+        order = jnp.argsort(-artefacts[HEAD_BUDGET].reshape(-1))
+        more = (costs.owned.reshape(-1) - low)[order]
+        before = jnp.cumsum(more) - more
+        given = jnp.clip(budget.blocks - jnp.sum(low) - before, 0, more)
+        return low.at[order].add(given.astype(low.dtype)).reshape(costs.owned.shape)
+
+
+METHODS = (
+    Method(
+        "duo-heads",
+        "heads of high calibrated score whole, of the others the first 4 tokens and the newest 28",
+        Newest(),
+        allocator=WholeHeads(),
+        protected=28,
+        sinks=4,
+        query_aware=False,
+        evidence="P",
+    ),
+)

@@ -1,0 +1,110 @@
+"""Methods that look at no question: what they need beside a prompt, and parts of one."""
+
+import dataclasses
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import CompressionConfig
+from kvjax.cache.calibration import Calibration
+from kvjax.cache.methods.compactor import Compactor
+from kvjax.cache.methods.expected_attention import ExpectedAttention
+from kvjax.cache.policy import LayerView
+from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned_back
+from kvjax.errors import UserError
+from kvjax.models.config import RopeScaling
+from kvjax.models.fingerprint import model_hash
+from kvjax.models.rope import rope_angles, rope_artefacts, rotate
+from tests.cache.stand_in import QUICKLY
+from tests.cache.test_own_method import engine
+from tests.engine.conftest import TINY, tiny_params  # noqa: F401
+from tests.engine.serving import assert_empty, greedy, prompts_of, tokens_of
+from tests.oracle.scores import calibrated, compactor_part, expected_row
+
+H, R, D, T, LENGTH = 2, 2, 8, 80, 71
+SCALED = dataclasses.replace(TINY, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(6)
+    q, k, v = (rng.standard_normal((T, h, D)).astype(np.float32) for h in (H * R, H, H))
+    for x in (q, k, v):
+        x[LENGTH:] = 1e4  # padding
+    return q, k, v
+
+
+@partial(QUICKLY, static_argnums=0)
+def score(scorer, view, frequency):
+    return scorer.score(view, {ROPE_FREQUENCY: frequency}).metric
+
+
+def scored(scorer, drawn, start: int = 0) -> np.ndarray:
+    """The metrics [H, T] of a prompt, or of its tokens from `start` on behind nothing."""
+    q, k, v = map(jnp.asarray, drawn)
+    frequency = jnp.asarray(calibrated(1, H, D)[ROPE_FREQUENCY][0])
+    length, first = jnp.int32(LENGTH), jnp.int32(start)
+    at = jnp.where(jnp.arange(T) < LENGTH, start + jnp.arange(T, dtype=jnp.int32), -1)
+    view = LayerView(0, q, k, length, first, jnp.broadcast_to(at, (H, T)), v=v)
+    return np.asarray(score(scorer, view, frequency))
+
+
+@pytest.mark.parametrize("start", [0, 5, 100])
+@pytest.mark.parametrize(
+    "settings", [{"chunk": 16, "sketch": 4}, {"chunk": 1}, {"blend": 0.0}, {"chunk": 63}]
+)
+def test_compactor_scores_chunks_and_sketches(drawn, settings, start):
+    got = scored(Compactor(**settings), drawn, start)
+    q, k, v = (x[:LENGTH].astype(np.float64) for x in drawn)
+    want = compactor_part(q, k, v, start + np.arange(LENGTH), start + LENGTH, **settings)
+    np.testing.assert_allclose(got[:, :LENGTH], want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("start", "ahead"), [(0, 1), (2000, 512)])
+def test_expected_attention_looks_ahead_from_where_it_is(drawn, start, ahead):
+    got = scored(ExpectedAttention(ahead=ahead), drawn, start)
+    q, k, v = (x[:LENGTH] for x in drawn)
+    at = start + np.arange(LENGTH)
+    for h in range(H):
+        queries = np.swapaxes(q[:, h * R : (h + 1) * R], 0, 1)
+        want = expected_row(queries, at, k[:, h], v[:, h], at, start + LENGTH, ahead)
+        there = ~np.isnan(want)
+        np.testing.assert_allclose(got[h, :LENGTH][there], want[there], rtol=2e-3)
+
+
+@pytest.mark.parametrize("config", [TINY, SCALED])
+def test_rotations_are_undone_with_the_models_own_frequencies(config):
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((4, 3, config.head_dim)), jnp.float32)
+    position = jnp.array([0, 1, 77, 3000], jnp.int32)
+    turned = rotate(x, *rope_angles(config, position))
+    artefacts = rope_artefacts(config)
+    assert len(artefacts[ROPE_FREQUENCY]) == config.num_layers
+    for frequency in artefacts[ROPE_FREQUENCY]:
+        np.testing.assert_allclose(turned_back(turned, position, frequency), x, atol=1e-5)
+    assert float(jnp.abs(turned - x).max()) > 1
+
+
+@pytest.mark.parametrize("name", ["expected-attention", "compactor"])
+def test_the_engine_knows_its_models_rotations(tiny_params, name):  # noqa: F811
+    """Without any calibration: whole prompts, in a scratch, in the pool."""
+    llm = engine(tiny_params, compression=CompressionConfig(name, max_cache_tokens=24))
+    outputs = llm.generate(prompts_of(30, 100, 150), greedy(4))
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [4] * 3
+    assert all(output.stats.blocks_after < output.stats.blocks_before for output in outputs)
+    assert_empty(llm)
+
+
+def test_whole_heads_need_a_calibration(tiny_params):  # noqa: F811
+    asked = CompressionConfig("duo-heads", max_cache_tokens=64)
+    (prompt,) = prompts_of(120)
+    with pytest.raises(UserError, match=r"^method duo-heads reads .* head_budget: [^\n]*$"):
+        engine(tiny_params).add_request(prompt, greedy(), asked)
+    heads = (TINY.num_layers, TINY.num_kv_heads)
+    budget = np.arange(np.prod(heads), dtype=np.float32).reshape(heads)
+    calibration = Calibration({"head_budget": budget}, model_hash(TINY, tiny_params))
+    llm = engine(tiny_params, compression=asked, calibration=calibration)
+    (output,) = llm.generate([prompt], greedy(4))
+    assert output.stats.blocks_after == 64 // 4 * budget.size < output.stats.blocks_before
