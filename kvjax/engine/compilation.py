@@ -3,8 +3,9 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Hashable
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -34,24 +35,51 @@ class StepKey:
     num_top: int | None = None
 
 
+class StepCall(NamedTuple):
+    """A call of a jitted function; to compile it, its arguments may be shapes."""
+
+    key: StepKey
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
 class CompiledSteps:
     """The steps that an engine has compiled."""
 
     def __init__(self) -> None:
         self.seconds: dict[StepKey, float] = {}
         """What compiling each took."""
+        self.waited = 0.0
+        """Seconds that requests waited for them: less, where some were compiled side by side."""
 
-    def run[**P, T](
-        self, key: StepKey, step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """`step(*args)`, a jitted function, compiled at the first call of each key."""
-        if key not in self.seconds:
+    def run(self, call: StepCall) -> Any:
+        """What the call returns; compiled at the first one of each key."""
+        if call.key not in self.seconds:
             start = time.perf_counter()
             # What is compiled here is what the call below finds.
             with released():
-                step.lower(*args, **kwargs).compile()  # type: ignore[attr-defined]
-            self.seconds[key] = time.perf_counter() - start
-        return step(*args, **kwargs)
+                self._compile(call)
+            self.waited += time.perf_counter() - start
+        return call.step(*call.args)
+
+    def compile(self, calls: Iterable[StepCall]) -> None:
+        """Compile those of some calls that are new, side by side: XLA uses one core for most of it.
+
+        One that cannot be compiled says so when it is run.
+        """
+        new = [call for call in calls if call.key not in self.seconds]
+        if not new:
+            return
+        start = time.perf_counter()
+        # An interruption goes on when the threads have ended: none can be stopped half way.
+        with released(), ThreadPoolExecutor(len(new)) as threads:
+            wait([threads.submit(self._compile, call) for call in new])
+        self.waited += time.perf_counter() - start
+
+    def _compile(self, call: StepCall) -> None:
+        start = time.perf_counter()
+        call.step.lower(*call.args).compile()  # type: ignore[attr-defined]
+        self.seconds[call.key] = time.perf_counter() - start
 
 
 def enable_compilation_cache() -> None:

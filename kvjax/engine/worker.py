@@ -4,9 +4,11 @@ Every call only dispatches work; what it returns lies on the device. Steps are c
 sizes (prompt chunks, sequences that decode, widths of block tables), each when it is first needed.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,10 @@ from flax import nnx
 from kvjax.cache import PagedCache, Plane, free_blocks, init_cache
 from kvjax.cache.policy import DecodeRule, Method
 from kvjax.engine import decode, insert, prefill, reclaim
-from kvjax.engine.compilation import CompiledSteps, StepKey
+from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import DecodeReport
-from kvjax.engine.insert import InsertReport
+from kvjax.engine.insert import InsertReport, Start
 from kvjax.engine.interrupts import released
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
@@ -149,7 +151,7 @@ class Worker:
     @property
     def compile_seconds(self) -> float:
         """Seconds of compilation so far."""
-        return sum(self.compiled.seconds.values())
+        return self.compiled.waited
 
     def free_blocks(self) -> int:
         """Blocks of the pool that nobody owns (waits for the device)."""
@@ -176,6 +178,17 @@ class Worker:
 
     def advance(self, job: PromptJob) -> None:
         """Run the next chunk of a job."""
+        size, call = job.next_chunk, self._chunk_call(job)
+        if job.in_pool:
+            self.cache, job.logits, job.fits = self.compiled.run(call)
+        else:
+            self._compile_ahead(job, call)
+            # Whole prompts take long and nothing is lost with them.
+            with released() if len(job.chunks) == 1 else contextlib.nullcontext():
+                job.prompt, job.logits = self.compiled.run(call)
+        job.done += size
+
+    def _chunk_call(self, job: PromptJob) -> StepCall:
         size, bucket = job.next_chunk, self.chunk_bucket(job)
         observer = job.request.method.observer
         if job.in_pool or len(job.chunks) > 1:
@@ -185,74 +198,90 @@ class Worker:
         length = np.int32(size)
         common = (self.model, observer, self.params, self.artefacts)
         if job.in_pool:
+            key = StepKey("prefill in pool", observer, (bucket,))
             slot = np.int32(job.request.slot or 0)
-            self.cache, job.logits, job.fits = self.compiled.run(
-                StepKey("prefill in pool", observer, (bucket,)),
-                _IN_POOL, *common, self.cache, slot, tokens, length,
-            )  # fmt: skip
-        elif len(job.chunks) == 1:
-            # Takes long and nothing is lost with it.
-            with released():
-                job.prompt, job.logits = self.compiled.run(
-                    StepKey("prefill", observer, (bucket,)), _PREFILL, *common, tokens, length
-                )
-        else:
-            room = len(job.chunks) * bucket
-            if job.prompt is None:
-                dtype = jax.tree.leaves(self.params)[0].dtype
-                job.prompt = prefill.empty_prompt(self.model, observer, room, dtype)
-            job.prompt, job.logits = self.compiled.run(
-                StepKey("prefill in scratch", observer, (bucket, room)),
-                _IN_SCRATCH, *common, job.prompt, tokens, length,
-            )  # fmt: skip
-        job.done += size
+            return StepCall(key, _IN_POOL, (*common, self.cache, slot, tokens, length))
+        if len(job.chunks) == 1:
+            key = StepKey("prefill", observer, (bucket,))
+            return StepCall(key, _PREFILL, (*common, tokens, length))
+        room = len(job.chunks) * bucket
+        if job.prompt is None:
+            dtype = jax.tree.leaves(self.params)[0].dtype
+            job.prompt = prefill.empty_prompt(self.model, observer, room, dtype)
+        key = StepKey("prefill in scratch", observer, (bucket, room))
+        return StepCall(key, _IN_SCRATCH, (*common, job.prompt, tokens, length))
+
+    def _compile_ahead(self, job: PromptJob, chunk: StepCall) -> None:
+        """Compile what comes after a chunk that is new together with it."""
+        # Compilers for GPUs time kernels on the device: one at a time there.
+        if chunk.key in self.compiled.seconds or jax.default_backend() != "cpu":
+            return
+        request, top = job.request, num_top([job.request])
+        prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
+        self.compiled.compile(
+            [
+                chunk,
+                self._insert_call(request, prompt, logits, 0, top),
+                self._decode_call([0], 1, request.method.decode, top),
+                self._empty_call([]),
+            ]
+        )
 
     def insert(self, job: PromptJob, slot: int, num_top: int | None) -> InsertReport:
         """Put what a finished job keeps into an empty slot, and let it decode."""
-        request, cache = job.request, self.cache
-        assert job.logits is not None
-        new = insert.Start(
+        if job.in_pool:
+            assert job.fits is not None
+            new, key = self._start(job.request, slot, job.logits), StepKey("start", num_top=num_top)
+            args = (num_top, self.cache, self.state, new, self.eos_ids, job.fits)
+            self.state, report = self.compiled.run(StepCall(key, _START, args))
+        else:
+            call = self._insert_call(job.request, job.prompt, job.logits, slot, num_top)
+            self.cache, self.state, report = self.compiled.run(call)
+        return report
+
+    def _start(self, request: Request, slot: int, logits: Any) -> Start:
+        return Start(
             np.int32(slot),  # type: ignore[arg-type]
-            job.logits,
+            logits,
             np.int32(request.remaining),  # type: ignore[arg-type]
             np.bool_(not request.sampling.ignore_eos),  # type: ignore[arg-type]
             np.bool_(request.method.decode is not None),  # type: ignore[arg-type]
             sampling_row(request.sampling),
         )
-        if job.in_pool:
-            assert job.fits is not None
-            self.state, report = self.compiled.run(
-                StepKey("start", num_top=num_top),
-                _START, num_top, cache, self.state, new, self.eos_ids, job.fits,
-            )  # fmt: skip
-            return report
+
+    def _insert_call(
+        self, request: Request, prompt: Any, logits: Any, slot: int, num_top: int | None
+    ) -> StepCall:
         whole = not request.compressed_first
         keep = NO_BUDGET if whole else request.budget
         assert keep is not None
-        assert job.prompt is not None
         method = None if whole else request.method.eviction
         parts = None if method is None else method.parts
-        room = job.prompt.k.shape[1]
-        self.cache, self.state, report = self.compiled.run(
-            StepKey("insert", parts, (room,), num_top),
-            _INSERT, num_top, method, self.artefacts, cache, self.state, job.prompt,
-            np.int32(keep), new, self.eos_ids,
+        args = (
+            num_top, method, self.artefacts, self.cache, self.state, prompt, np.int32(keep),
+            self._start(request, slot, logits), self.eos_ids,
         )  # fmt: skip
-        return report
+        return StepCall(StepKey("insert", parts, (prompt.k.shape[1],), num_top), _INSERT, args)
 
     def decode(
         self, slots: Sequence[int], limit: int, rule: DecodeRule | None, num_top: int | None
     ) -> DecodeReport:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding."""
+        call = self._decode_call(slots, limit, rule, num_top)
+        self.cache, self.state, report = self.compiled.run(call)
+        return report
+
+    def _decode_call(
+        self, slots: Sequence[int], limit: int, rule: DecodeRule | None, num_top: int | None
+    ) -> StepCall:
         group = fitting(len(slots), self.decode_sizes)
         num_steps = self.config.decode_steps_per_sync
-        self.cache, self.state, report = self.compiled.run(
-            StepKey("decode", rule, (group,), num_top),
-            _DECODE, self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
-            self._padded(slots, group), np.int32(min(limit, num_steps)), self.eos_ids,
-            self.artefacts,
+        most = np.int32(min(limit, num_steps))
+        args = (
+            self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
+            self._padded(slots, group), most, self.eos_ids, self.artefacts,
         )  # fmt: skip
-        return report
+        return StepCall(StepKey("decode", rule, (group,), num_top), _DECODE, args)
 
     def compress(
         self,
@@ -278,20 +307,28 @@ class Worker:
         columns = fitting(-(-longest // self.config.block_size), self.compress_widths)
         keeps, stay = np.zeros((2, group), np.int32)
         keeps[: len(keep)], stay[: len(protected)] = keep, protected
-        self.cache, freed = self.compiled.run(
-            StepKey("compress", method.parts, (most, columns, group)),
-            _COMPRESS, most, columns, method, self.artefacts, self.cache,
-            self._padded(slots, group), keeps, stay,
-        )  # fmt: skip
+        key, padded = StepKey("compress", method.parts, (most, columns, group)), self._padded
+        args = (
+            most,
+            columns,
+            method,
+            self.artefacts,
+            self.cache,
+            padded(slots, group),
+            keeps,
+            stay,
+        )
+        self.cache, freed = self.compiled.run(StepCall(key, _COMPRESS, args))
         return freed
 
     def empty(self, slots: Sequence[int]) -> None:
         """Free everything that `slots` hold."""
+        self.cache, self.state = self.compiled.run(self._empty_call(slots))
+
+    def _empty_call(self, slots: Sequence[int]) -> StepCall:
         marked = np.zeros(self.config.max_batch, bool)
         marked[list(slots)] = True
-        self.cache, self.state = self.compiled.run(
-            StepKey("empty"), _EMPTY, self.cache, self.state, marked
-        )
+        return StepCall(StepKey("empty"), _EMPTY, (self.cache, self.state, marked))
 
     def warm_up(self, request: Request, num_top: int | None = None) -> None:
         """Compile every step that requests like this one need, by running each on nothing."""

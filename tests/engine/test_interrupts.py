@@ -190,13 +190,13 @@ def test_an_interrupted_prefill_is_done_again(tiny_params, expected):
     names = [llm.add_request(prompt, greedy(20)) for prompt in prompts_of(10, 40, 33)]
     whole, calls = llm.worker.compiled.run, 0
 
-    def run(key, step, *args):
+    def run(call):
         nonlocal calls
         calls += 1
         if calls % 3 == 0 and calls < 20:
             with released():
                 interrupt()
-        return whole(key, step, *args)
+        return whole(call)
 
     llm.worker.compiled.run = run
     last, interrupted = {}, 0

@@ -64,9 +64,9 @@ def test_a_long_prompt_peaks_below_its_full_cache(monkeypatch):
     llm = LLM(model, compression, dataclasses.replace(sizes, pool_tokens=pool))
     temporaries = {}
 
-    def compile_only(steps, key, step, *args):
-        memory = step.lower(*args).compile().memory_analysis()
-        temporaries[key.step] = memory.temp_size_in_bytes
+    def compile_only(_, call):
+        memory = call.step.lower(*call.args).compile().memory_analysis()
+        temporaries[call.key.step] = memory.temp_size_in_bytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(CompiledSteps, "run", compile_only)

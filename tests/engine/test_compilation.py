@@ -1,0 +1,94 @@
+"""Compiled steps: what a request needs is compiled side by side, once, before it is needed."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import jax
+import pytest
+
+from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
+from kvjax.engine.interrupts import held
+from tests.engine.serving import SMALL, greedy, make_llm, prompts_of, tokens_of
+
+
+class Step:
+    """Stands in for a jitted function."""
+
+    def __init__(self, on_compile: Callable[[], object]):
+        self.on_compile, self.compiled = on_compile, 0
+
+    def __call__(self, x: int) -> int:
+        return x + 1
+
+    def lower(self, x: int) -> "Step":
+        return self
+
+    def compile(self) -> None:
+        self.on_compile()
+        self.compiled += 1
+
+
+def calls_of(*steps: Step) -> list[StepCall]:
+    return [StepCall(StepKey("prefill", number), step, (2,)) for number, step in enumerate(steps)]
+
+
+def test_steps_are_compiled_side_by_side_and_once():
+    meet = threading.Barrier(2)
+    steps, known = [Step(lambda: meet.wait(10)) for _ in range(2)], CompiledSteps()
+    calls = calls_of(*steps)
+    known.compile(calls)
+    known.compile(calls)
+    assert [known.run(call) for call in calls] == [3, 3]
+    assert [step.compiled for step in steps] == [1, 1]
+    assert known.seconds.keys() == {call.key for call in calls}
+    assert known.waited > 0
+
+
+def test_a_step_that_does_not_compile_says_so_when_it_is_run():
+    def fail() -> None:
+        raise ValueError("no such kernel")
+
+    known, (good, bad) = CompiledSteps(), calls_of(Step(lambda: None), Step(fail))
+    known.compile([good, bad])
+    assert known.seconds.keys() == {good.key}
+    assert known.run(good) == 3
+    with pytest.raises(ValueError, match="no such kernel"):
+        known.run(bad)
+
+
+def test_interruptions_come_through_while_threads_compile():
+    known, before = CompiledSteps(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    calls, reached = calls_of(Step(lambda: os.kill(os.getpid(), signal.SIGINT))), []
+
+    def a_round() -> None:
+        with held():
+            known.compile(calls)
+            reached.append(True)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            a_round()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not reached
+    assert known.run(calls[0]) == 3
+
+
+def test_the_first_request_waits_once_for_all_its_steps(tiny_params, caplog):
+    """Compiled of shapes: the same programs that its arrays then ask for."""
+    llm = make_llm(tiny_params, SMALL, max_batch=3)
+    name = llm.add_request(prompts_of(20)[0], greedy(6))
+    # Records of this thread alone.
+    with jax.log_compiles():
+        llm.step()
+        steps = sorted(key.step for key in llm.worker.compiled.seconds)
+        last = {}
+        while llm.has_unfinished():
+            last |= {output.request_id: output for output in llm.step()}
+    assert steps == ["decode", "empty", "insert", "prefill"]
+    assert len(llm.worker.compiled.seconds) == 4
+    ours = tuple(f"Compiling jit({step})" for step in steps)
+    assert not [record for record in caplog.records if record.getMessage().startswith(ours)]
+    assert len(tokens_of([last[name]])[0]) == 6
