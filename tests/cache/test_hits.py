@@ -17,6 +17,7 @@ from tests.cache.pair import heads_of, host
 from tests.cache.stand_in import MODEL, QUICKLY, B, H, L, R, drawn, empty, stand_in  # noqa: F401
 from tests.oracle.attention import attend
 from tests.oracle.audit import audit
+from tests.oracle.selection import redundancy
 
 PARAMS = drawn(4)
 PARAMS["q"] *= 2
@@ -117,6 +118,32 @@ def test_lazyeviction_notes_last_hits_and_longest_intervals():
         interval = np.maximum(longest, 1)
         rank = 2 / (1 + np.exp((end - 1 - last) / interval)) + 2 / (1 + np.exp(1 / interval))
         goes_by(rank, got["last"], numbers(after, "last", at), at)
+
+
+def test_r_kv_notes_what_each_of_the_last_queries_gives():
+    """Those of the prompt and those of steps, the mean over the group; likeness decides with it."""
+    cache, _ = run(get_method("r-kv"))
+    end = LENGTH + STEPS
+    for at, given in attention().items():
+        got = numbers(cache, "recent", at)
+        for t in range(end - 8, end):
+            want = np.zeros(end)
+            want[: t + 1] = given[t].mean(axis=0)
+            found = [got[j][t % 8] for j in range(end)]
+            np.testing.assert_allclose(found, want, rtol=2e-4, atol=2e-6)
+        assert not any(x.any() for x in numbers(cache, "received", at).values())
+    short = dataclasses.replace(get_method("r-kv"), protected=3)
+    cache, after = run(short)
+    for at, given in attention().items():
+        last = [np.pad(given[t].mean(axis=0), (0, end - 1 - t)) for t in range(end - 8, end)]
+        mean = np.mean(last, axis=0)
+        k = PARAMS["k"][at[0], :end, at[1]]
+        like = redundancy(k)
+        free = np.arange(end - 3)
+        pooled = [mean[free[abs(free - j) <= 3]].max() for j in free]
+        rank = 0.07 * np.array(pooled) - 0.93 * like[: end - 3]
+        rank = np.append(rank, [np.inf] * 3)
+        goes_by(rank, numbers(cache, "recent", at), numbers(after, "recent", at), at)
 
 
 def goes_by(rank: np.ndarray, before: dict, after: dict, at: tuple[int, int]) -> None:

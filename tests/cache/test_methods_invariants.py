@@ -131,6 +131,7 @@ def test_names_of_wrappers():
         ("kvcrush:nothing", "did you mean"),
         ("kvcrush:full", "wanted one that evicts"),
         ("kvcrush:kmeans:snapkv", "wanted one that evicts by itself"),
+        ("kmeans:r-kv", "wanted one that evicts by itself"),
         ("kvcrush-openvino:kv-compress", "wanted an allocator by layer"),
     ],
 )

@@ -239,6 +239,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "lazyeviction": every(hit_again),
     "streaming-llm": every(lambda c, name, x: x.at.astype(float)),
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
+    "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
     "keydiff": every(lambda c, name, x: unlike_the_mean(x.k)),
     "expected-attention": every(expected_attention),
     "compactor": compactor,

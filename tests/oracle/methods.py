@@ -21,6 +21,7 @@ from tests.oracle.scores import (
     kvc_rows,
     kvc_scores,
     low_key_norm,
+    mean_of_last,
     newest_query,
     often_important,
     per_query,
@@ -42,6 +43,7 @@ from tests.oracle.selection import (
     keeps_shared,
     keeps_whole_heads,
     pyramid_layers,
+    without_like,
 )
 
 SNAPKV = snapkv_scores(8, 7, "max", group_first=True)
@@ -81,6 +83,7 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "keydiff": keeps(keydiff),
     "expected-attention": keeps(expected_attention, sinks=4),
     "compactor": keeps(compactor, protected=4, sinks=8),
+    "r-kv": keeps(mean_of_last, protected=8, choose=without_like()),
     "duo-heads": keeps_whole_heads(
         recency, lambda p: calibrated(p.layers, p.heads, 8)["head_budget"], protected=28, sinks=4
     ),
@@ -168,6 +171,7 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "expected-attention": expected_attention,
     "compactor": compactor,
     "duo-heads": recency,
+    "r-kv": mean_of_last,
     "wide-pool": wide_pool,
     "shared-reads": shared_reads,
     "kv-compress": kvc_scores(8, 2, 7),

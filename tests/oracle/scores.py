@@ -255,6 +255,14 @@ def compactor(p: Prompt) -> Scores:
     return {(layer, head): rows[layer][head] for layer, head in p.names}
 
 
+def mean_of_last(p: Prompt) -> Scores:
+    """R-KV's attention, before it is pooled: the last 8 queries, the mean over them and a group."""
+    return {
+        (layer, head): column_sums(p, layer, head, last(p, 8)).mean(axis=0) / 8
+        for layer, head in p.names
+    }
+
+
 def h2o_rows(p: Prompt) -> Scores:
     """Column sums of the whole causal matrix, of each query head."""
     return {(layer, head): column_sums(p, layer, head, range(p.length)) for layer, head in p.names}

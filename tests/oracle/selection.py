@@ -337,6 +337,38 @@ def one_per_bin(ranked: list[int], bins: int, openvino: bool) -> list[int]:
     return chosen
 
 
+def redundancy(k: np.ndarray) -> np.ndarray:
+    """R-KV's: softmax of the mean cosine of keys [n, d] in the order of their tokens."""
+    unit = k.astype(np.float64)
+    unit = unit / (np.linalg.norm(unit, axis=-1, keepdims=True) + 1e-8)
+    cosine = unit @ unit.T
+    np.fill_diagonal(cosine, 0)
+    for row in cosine:
+        near = np.flatnonzero(row > 0.5)
+        if len(near):
+            row[near[-1]] = 0
+    mean = np.exp(cosine.mean(axis=0))
+    return mean / mean.sum()
+
+
+def without_like():
+    """R-KV's choice: pooled attention × 0.07 less redundancy × 0.93, among what may go."""
+
+    def choose(p, layer, scores, guarded, blocks, raw=None):
+        result = {}
+        free = np.array(sorted(set(range(p.length)) - guarded), int)
+        for head in range(p.heads):
+            like = redundancy(p.k[layer, :, head])
+            final = np.full(p.length, np.nan)
+            for t in free:
+                near = free[abs(free - t) <= 3]
+                final[t] = 0.07 * max(scores[layer, head][near]) - 0.93 * like[t]
+            result[layer, head] = best(p, final, guarded, blocks[head])
+        return result
+
+    return choose
+
+
 def k_means(share: float = 0.25, iterations: int = 10):
     """Lloyd's algorithm over the keys of the candidates as `choose`."""
 

@@ -25,6 +25,7 @@ from kvjax.cache.methods import (
     lazyeviction,
     paged_h2o,
     pyramidkv,
+    r_kv,
     random,
     scissorhands,
     shared_reads,
@@ -43,7 +44,7 @@ from kvjax.errors import UserError
 _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compress, wide_pool,
            shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
-          compactor, duo_heads)  # fmt: skip
+          compactor, duo_heads, r_kv)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
 _WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means}
 WRAPPED = (

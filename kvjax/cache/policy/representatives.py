@@ -69,9 +69,9 @@ def wrapped(
     """`base` with a selector that keeps representatives.
 
     Raises:
-        UserError: the base never evicts, or has representatives already.
+        UserError: the base never evicts, or chooses by a rule of its own.
     """
-    if not base.compresses or isinstance(base.selector, Representatives):
+    if not base.compresses or type(base.selector).choose is not Selector.choose:
         raise UserError(f"base {base.name}: wanted one that evicts by itself")
     return dataclasses.replace(
         base,
