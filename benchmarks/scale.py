@@ -53,12 +53,13 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from kvjax.cache import budget_blocks, cache_cap
+    from kvjax.cache import CacheSpec, budget_blocks, cache_cap
     from kvjax.models import get_model_entry
     from kvjax.models.decoder import abstract_params
 
     model = get_model_entry(options.model).config
     layers, kv_heads, d = model.num_layers, model.num_kv_heads, model.head_dim
+    spec = CacheSpec.of(model, _elements(options.kv_bytes), options.block_size)
     devices, b, slots = options.devices, options.block_size, options.sequences
     if kv_heads % devices:
         raise UserError(
@@ -77,13 +78,12 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     whole = -(-(options.prompt_len + options.output_len) // b)
     mean = -(-cap // b)
     width = min(whole, int(mean * options.longest_head) + -(-options.prefill_chunk // b))
-    block_bytes = b * (2 * d * options.kv_bytes + 8)
     hidden = model.hidden_size
     activations = options.prefill_chunk * (6 * hidden + 3 * model.intermediate_size // devices)
     per_device = {
         "weights": int(parameters * options.weight_bytes / devices),
-        "pool, keys and values": blocks // devices * b * 2 * d * options.kv_bytes,
-        "pool, metric and position": blocks // devices * b * 8,
+        "pool, keys and values": blocks // devices * b * spec.kv_bytes,
+        "pool, metric and position": blocks // devices * b * spec.number_bytes,
         "free mask": blocks // devices,
         "block tables": slots * here * width * 4,
         "context lengths": slots * here * 4,
@@ -92,13 +92,13 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
         "activations of a chunk": activations * 2,
     }
     total = sum(per_device.values())
-    full = 2 * (options.prompt_len + options.output_len) * layers * kv_heads * d * options.kv_bytes
+    full = (options.prompt_len + options.output_len) * spec.heads * spec.kv_bytes
     # Attention's output and the MLP's are summed over devices; a ring moves 2 (n − 1) / n of it.
     ring = 2 * (devices - 1) / devices
     decode = ring * 2 * layers * slots * hidden * 2
     prefill = ring * 2 * layers * options.prefill_chunk * hidden * 2
     prices = layers * kv_heads * width * 4
-    read = per_device["weights"] + slots * cap * here * 2 * d * options.kv_bytes
+    read = per_device["weights"] + slots * cap * here * spec.kv_bytes
     return {
         "model": options.model,
         "devices": devices,
@@ -125,8 +125,19 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
         "eviction_exchange_bytes_prices": prices,
         "eviction_exchange_bytes_bisection": 32 * 4 * ring,
         "bytes_read_per_decode_step": int(read),
-        "block_bytes": block_bytes,
+        "block_bytes": spec.block_bytes,
     }
+
+
+def _elements(size: int) -> Any:
+    """A codec whose rows have so many bytes per element, whatever they are."""
+    from kvjax.cache import Codec
+
+    class Elements(Codec):
+        def row_bytes(self, head_dim: int) -> int:
+            return head_dim * size
+
+    return Elements()
 
 
 def show(found: dict[str, Any], device_gib: float) -> None:

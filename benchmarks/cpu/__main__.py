@@ -45,6 +45,7 @@ from kvjax.cli import ArgumentParser, Progress, check_output_file, run_script
 from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
 from kvjax.engine.compilation import enable_compilation_cache
 from kvjax.errors import UserError
+from kvjax.eval.sizes import cache_spec
 from kvjax.kernels import window_metrics
 from kvjax.models import load_model
 
@@ -156,7 +157,7 @@ def compare_with_peer(options: argparse.Namespace, model: Any, progress: Progres
 
 def measure_compression(model: Any, rate: float, repeats: int, progress: Progress) -> dict:
     """Share of a 4 k-token prompt's prefill that its compression takes, and the bytes left."""
-    length, config = 4096, model.config
+    length, spec = 4096, cache_spec(model)
     prompt = prompt_of(model, length)
     prefill: dict[str, float] = {}
     writing: dict[str, float] = {}
@@ -168,11 +169,9 @@ def measure_compression(model: Any, rate: float, repeats: int, progress: Progres
         llm = make_llm(model, compression, length)
         seconds, blocks = measure_prompt(llm, prompt, repeats + 1)
         prefill[method], writing[method] = seconds["prefill"], seconds["compress"]
-        bytes_after = blocks * llm.worker.cache.block_bytes
-        held = blocks * llm.worker.cache.block_size
-    itemsize, heads = 4, config.num_layers * config.num_kv_heads
-    full_bytes = heads * length * 2 * config.head_dim * itemsize
-    one_block = heads * 16 * 2 * config.head_dim * itemsize
+        bytes_after, held = blocks * spec.block_bytes, blocks * spec.block_size
+    full_bytes = length * spec.heads * spec.kv_bytes
+    one_block = spec.block_size * spec.heads * spec.kv_bytes
     return {
         "length": length,
         "rate": rate,
@@ -183,7 +182,7 @@ def measure_compression(model: Any, rate: float, repeats: int, progress: Progres
         "share_of_prefill": writing[default] / prefill[default],
         "observing_share": prefill[default] / prefill["full"] - 1,
         "cache_bytes": bytes_after,
-        "bytes_allowed": full_bytes / rate + one_block + 8 * held,
+        "bytes_allowed": full_bytes / rate + one_block + spec.number_bytes * held,
     }
 
 

@@ -296,7 +296,8 @@ def move(bench: Bench) -> None:
     # A survivor moves if it lies in the half that is given up, and half of these survive.
     count = np.asarray(schedule.count)
     moves = int(np.sum(count * (tokens - count) // tokens))
-    moved = 2 * moves * (2 * d * jnp.dtype(dtype).itemsize + 8)
+    spec = jax.eval_shape(fill).spec
+    moved = 2 * moves * (spec.kv_bytes + spec.number_bytes)
     name = f"{slots} × {layers} × {heads} × {tokens}"
     bench.add("move", name, "move_cache", sorted(times[1:])[ROUNDS // 2], moved, moves=moves)
 
@@ -357,7 +358,7 @@ def step(bench: Bench) -> None:
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     # A row of the embedding table is read per token, all of it only where it also gives logits.
     weights -= 0 if tied else model.vocab_size * model.hidden_size * jnp.dtype(dtype).itemsize
-    kvs = math.prod(heads) * (held + steps) * 2 * model.head_dim * jnp.dtype(dtype).itemsize
+    kvs = math.prod(heads) * (held + steps) * jax.eval_shape(fill).spec.kv_bytes
     for name in ("full", "kv-compress-continual"):
         run = jax.jit(
             functools.partial(decode_step, model, get_method(name).decode), donate_argnums=1

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import Plain
+
 CACHE_BYTES = 1 << 28
 """Timed calls walk over at least so much data, several times the L2 of the largest GPU."""
 
@@ -46,7 +48,7 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Keys and values that one step must read."""
-        per_kv = 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+        per_kv = 2 * Plain(self.dtype).row_bytes(self.head_dim)
         return int(self.lengths().sum()) * per_kv
 
 

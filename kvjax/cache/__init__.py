@@ -9,16 +9,22 @@ from kvjax.cache.evict import (
     eviction_mask,
     schedule_evictions,
 )
-from kvjax.cache.invariants import check_invariants
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.move import move_cache
-from kvjax.cache.paged import (
+from kvjax.cache.policy import Method, Scorer, Scores
+from kvjax.cache.store import (
+    CacheSpec,
+    Codec,
     PagedCache,
+    Plain,
     Plane,
+    Rounded,
     allocate,
     append,
+    as_codec,
     begin_append,
     blocks_for,
+    check_invariants,
     free_blocks,
     init_cache,
     release,
@@ -26,21 +32,25 @@ from kvjax.cache.paged import (
     write_newest,
     write_prompt,
 )
-from kvjax.cache.policy import Method, Scorer, Scores
 
 __all__ = [
     "MAX_KVS_PER_STEP",
     "METHODS",
+    "CacheSpec",
+    "Codec",
     "CompressReport",
     "CompressionConfig",
     "EvictionSchedule",
     "Method",
     "PagedCache",
+    "Plain",
     "Plane",
+    "Rounded",
     "Scorer",
     "Scores",
     "allocate",
     "append",
+    "as_codec",
     "begin_append",
     "blocks_for",
     "budget_blocks",

@@ -18,12 +18,12 @@ from kvjax.cache.evict import (
     schedule_evictions,
 )
 from kvjax.cache.move import move_cache
-from kvjax.cache.paged import PagedCache, blocks_for, valid_slots, write_prompt
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs
 from kvjax.cache.policy.method import PLAIN, Method
 from kvjax.cache.policy.score import Artefacts, Scores
 from kvjax.cache.policy.select import Candidates, evicted_kvs
+from kvjax.cache.store import PagedCache, blocks_for, valid_slots, write_prompt
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays

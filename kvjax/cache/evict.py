@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.paged import PagedCache, blocks_for, valid_slots
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs, given_up
 from kvjax.cache.policy.method import PLAIN, Method
 from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.policy.select import Candidates, evictable_kvs, evicted_kvs
+from kvjax.cache.store import KVPool, PagedCache, blocks_for, gathered, valid_slots
 
 NOTHING: Artefacts = MappingProxyType({})
 """No calibrated arrays."""
@@ -92,13 +92,10 @@ def row_scores(
     table, context_len, seq_len = rows
     shape = (*table.shape[:2], -1)
     metric, position, state = numbers
-    position = position.at[table].get(mode="fill", fill_value=-1).reshape(shape)
-    metric = metric.at[table].get(mode="fill", fill_value=0).reshape(shape)
+    position = gathered(position, table, -1).reshape(shape)
+    metric = gathered(metric, table).reshape(shape)
     state = {
-        plane.name: state[plane.name]
-        .at[table]
-        .get(mode="fill", fill_value=0)
-        .reshape(*position.shape, plane.width)
+        plane.name: gathered(state[plane.name], table).reshape(*position.shape, plane.width)
         for plane in method.planes
         if plane.name in state
     }
@@ -245,13 +242,13 @@ def row_evictions(
     context_len: Int32[Array, "R H"],
     count: Int32[Array, "R H"],
     threshold: Float[Array, "R H"],
-    k: Float[Array, "N b d"],
+    kv: KVPool,
     table: Int32[Array, "R H M"],
 ) -> Bool[Array, "R H T"]:
     """The KVs of some (slot, layer) pairs that go, by logical index."""
     held_k = None
     if method.selector.needs_keys:
-        held_k = k.at[table].get(mode="fill", fill_value=0).reshape(*row.scores.shape, -1)
+        held_k = kv.read(table)[0].reshape(*row.scores.shape, -1)
     of = Candidates(row.scores, row.single, row.position, context_len, count, threshold, k=held_k)
     return evicted_kvs(method.selector, of)
 
@@ -267,5 +264,5 @@ def eviction_mask(cache: PagedCache, schedule: EvictionSchedule) -> Bool[Array, 
     found = row_scores(schedule.method, numbers, rows, guard)
     flat = (groups * num_layers, num_heads)
     count, threshold = schedule.count.reshape(flat), schedule.threshold.reshape(flat)
-    mask = row_evictions(schedule.method, found, rows[1], count, threshold, cache.k, rows[0])
+    mask = row_evictions(schedule.method, found, rows[1], count, threshold, cache.kv, rows[0])
     return mask.reshape(*schedule.count.shape, -1)

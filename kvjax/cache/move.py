@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
 from kvjax.cache.evict import (
     MAX_KVS_PER_STEP,
@@ -19,9 +19,8 @@ from kvjax.cache.evict import (
     row_evictions,
     row_scores,
 )
-from kvjax.cache.paged import PagedCache, blocks_for, drop_blocks
 from kvjax.cache.policy.merge import Merger
-from kvjax.kernels import move_kvs
+from kvjax.cache.store import KVPool, PagedCache, blocks_for, drop_blocks, move_rows
 
 
 def move_plan(
@@ -65,8 +64,8 @@ def move_cache(
     """
     b, n, method = cache.block_size, cache.num_blocks, schedule.method
 
-    def move_rows(pools, batch):
-        k, v, numbers = pools
+    def move_batch(pools, batch):
+        kv, numbers = pools
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         table, context_len, _ = rows
@@ -74,9 +73,9 @@ def move_cache(
         in_range = (slot < cache.num_slots)[:, None]
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
         threshold = schedule.threshold[group, layer]
-        evicted = row_evictions(method, found, context_len, evictions, threshold, k, table)
+        evicted = row_evictions(method, found, context_len, evictions, threshold, kv, table)
         if method.merger is not None:
-            k, v = _merged(method.merger, k, v, table, found, evicted, context_len)
+            kv = _merged(method.merger, kv, table, found, evicted, context_len)
         source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
@@ -86,50 +85,39 @@ def move_cache(
             return (block * b + index % b).reshape(-1, index.shape[-1])
 
         source, target = slot_of(source), slot_of(target)
-        k, v = move_kvs(k, v, source, target, count.reshape(-1))
-        to_block = jnp.where(moves.reshape(target.shape), target // b, n)
-
-        def moved(pool):
-            values = pool.at[source // b, source % b].get(mode="fill", fill_value=0)
-            return pool.at[to_block, target % b].set(values, mode="drop")
-
-        return (k, v, jax.tree.map(moved, numbers)), None
+        moves = (source, target, count.reshape(-1))
+        kv = kv.move(*moves)
+        return (kv, jax.tree.map(lambda pool: move_rows(pool, *moves), numbers)), None
 
     # Gathered keys and values are d times the size of a metric: keep them far below the pool.
     step = min(max_kvs_per_step, n * b // 32)
     batches = row_batches(cache, schedule.slots, step)
     numbers = (cache.metric, cache.position, cache.state)
-    (k, v, (metric, position, state)), _ = jax.lax.scan(
-        move_rows, (cache.k, cache.v, numbers), batches
-    )
-    cache = dataclasses.replace(cache, k=k, v=v, metric=metric, position=position, state=state)
+    (kv, (metric, position, state)), _ = jax.lax.scan(move_batch, (cache.kv, numbers), batches)
+    cache = dataclasses.replace(cache, kv=kv, metric=metric, position=position, state=state)
     return _free_tails(cache, schedule)
 
 
 def _merged(
     merger: Merger,
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    kv: KVPool,
     table: Int32[Array, "R H M"],
     found: RowScores,
     evicted: Bool[Array, "R H T"],
     context_len: Int32[Array, "R H"],
-) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
-    """The pools with what goes from some (slot, layer) pairs folded into what stays there."""
-    pages = (*table.shape, k.shape[1], k.shape[2])
+) -> KVPool:
+    """The pool with what goes from some (slot, layer) pairs folded into what stays there."""
+    k, v = kv.read(table)
     held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
-
-    def rows_of(pool):
-        return pool.at[table].get(mode="fill", fill_value=0).reshape(*evicted.shape, -1)
-
-    folded = merger.fold(
-        rows_of(k), rows_of(v), found.position, found.scores, evicted & held, held & ~evicted
+    k_rows, v_rows = merger.fold(
+        k.reshape(*evicted.shape, -1),
+        v.reshape(*evicted.shape, -1),
+        found.position,
+        found.scores,
+        evicted & held,
+        held & ~evicted,
     )
-    k, v = (
-        pool.at[table].set(rows.reshape(pages).astype(pool.dtype), mode="drop")
-        for pool, rows in zip((k, v), folded)
-    )
-    return k, v
+    return kv.write((table,), k_rows.reshape(k.shape), v_rows.reshape(v.shape))
 
 
 def _free_tails(cache: PagedCache, schedule: EvictionSchedule) -> PagedCache:

@@ -221,7 +221,7 @@ def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "rate": compression.rate,
         "reached_rate": compression.reached_rate(prompt_tokens, cache.block_size),
         "max_cache_tokens": compression.cap(prompt_tokens, cache.block_size),
-        "dtype": str(cache.k.dtype),
+        "dtype": cache.spec.codec.name,
         "block_size": cache.block_size,
         "prompt_tokens": prompt_tokens,
         "generated_tokens": len(output.token_ids),

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import jax
 
-from kvjax.cache import CompressionConfig
+from kvjax.cache import Codec, CompressionConfig
 from kvjax.cache.calibration import Calibration
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM
@@ -198,7 +198,7 @@ class AsyncLLM:
         compression: CompressionConfig | None = None,
         config: EngineConfig | None = None,
         *,
-        cache_dtype: jax.typing.DTypeLike | None = None,
+        cache_dtype: Codec | jax.typing.DTypeLike | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):

@@ -16,10 +16,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache import PagedCache, begin_append, blocks_for, free_blocks, write_layer
+from kvjax.cache import PagedCache, begin_append, blocks_for, free_blocks
 from kvjax.cache.policy import DecodeRule, StepView
 from kvjax.cache.policy.observe import of_layer
-from kvjax.cache.slots import put_slots, take_slots
+from kvjax.cache.store import put_slots, take_slots
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
 from kvjax.kernels import paged_attention, plan_paged_attention
 from kvjax.models.config import ModelConfig
@@ -136,22 +136,20 @@ def decode_step(
     power = None if rule is None else rule.power
     works = plan_paged_attention(
         lengths_of,
-        cache.k,
+        cache.kv.operands[0],
         num_query_heads=config.num_heads,
         max_blocks=cache.max_blocks,
         return_metric=power is not None,
     )
 
     def attend(carry, layer, q, k, v, hidden):
-        k_pool, v_pool, planes = carry
+        kv, planes = carry
         table, lengths, work = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False),
             (tables, lengths_of, works),
         )
-        k_pool, v_pool = write_layer(k_pool, v_pool, table, lengths, k[:, 0], v[:, 0], active)
-        call = functools.partial(
-            paged_attention, q[:, 0], k_pool, v_pool, table, lengths, work=work
-        )
+        kv = kv.write_newest(table, lengths, k[:, 0], v[:, 0], active)
+        call = functools.partial(paged_attention, q[:, 0], *kv.operands, table, lengths, work=work)
         step = StepView(
             layer, k[:, 0], v[:, 0], hidden[:, 0], position, table, lengths, touched,
             group=config.group_size,
@@ -171,15 +169,13 @@ def decode_step(
             out = cast(jax.Array, call())
         if rule is not None:
             planes = rule.after(planes, step, of_layer(rule.artefacts, artefacts or {}, layer))
-        return (k_pool, v_pool, planes), out[:, None].astype(q.dtype), None
+        return (kv, planes), out[:, None].astype(q.dtype), None
 
     positions = position[:, None]
-    carry = (cache.k, cache.v, {"metric": cache.metric, **cache.state})
-    hidden, (k_pool, v_pool, planes), _ = forward(
-        config, params, tokens[:, None], positions, attend, carry
-    )
+    carry = (cache.kv, {"metric": cache.metric, **cache.state})
+    hidden, (kv, planes), _ = forward(config, params, tokens[:, None], positions, attend, carry)
     metric, state = planes["metric"], {name: planes[name] for name in cache.state}
-    cache = dataclasses.replace(cache, k=k_pool, v=v_pool, metric=metric, state=state)
+    cache = dataclasses.replace(cache, kv=kv, metric=metric, state=state)
     return cache, logits(config, params, hidden[:, 0]), ok
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import CompressionConfig
+from kvjax.cache import Codec, CompressionConfig
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import as_method
 from kvjax.cache.methods import METHODS
@@ -56,7 +56,7 @@ class LLM:
         compression: CompressionConfig | None = None,
         config: EngineConfig | None = None,
         *,
-        cache_dtype: jax.typing.DTypeLike | None = None,
+        cache_dtype: Codec | jax.typing.DTypeLike | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -66,33 +66,32 @@ class LLM:
             model: a loaded model, or the name of one.
             compression: settings of requests that bring none; by default nothing is evicted.
             config: sizes.
-            cache_dtype: of the pool; by default that of the weights.
+            cache_dtype: what keys and values are stored in, or a codec that stores them (a
+                `kvjax.cache.Codec`); by default the dtype of the weights.
             calibration: arrays for methods that read them, or the file that holds them.
             clock: seconds, for statistics.
 
         Raises:
-            UserError: what is asked for does not fit the device's memory, with the numbers; the
-                calibration is no such file, or of another model.
+            UserError: what is asked for does not fit the device's memory, with the numbers; no
+                codec stores that dtype; the calibration is no such file, or of another model.
         """
         self.model = load_model(model) if isinstance(model, str) else model
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
         self.max_len = self.config.max_len or self.model.config.max_position_embeddings
-        weights_dtype = jax.tree.leaves(self.model.params)[0].dtype
         methods = (self.compression.method, *self.config.methods)
         planes = dict.fromkeys(plane for method in methods for plane in as_method(method).planes)
         self.plan: MemoryPlan = plan_memory(
-            self.model, self.config, self.max_len, cache_dtype or weights_dtype, tuple(planes)
+            self.model, self.config, self.max_len, cache_dtype, tuple(planes)
         )
         self.worker = Worker(
             self.model.config,
             self.model.params,
             self.config,
+            spec=self.plan.spec,
             num_blocks=self.plan.num_blocks,
             max_len=self.max_len,
-            dtype=self.plan.cache_dtype,
             eos_ids=sorted(self.model.tokenizer.eos_ids),
-            planes=tuple(planes),
             artefacts=None if calibration is None else self._artefacts(calibration),
         )
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)

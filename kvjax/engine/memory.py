@@ -5,11 +5,11 @@ import os
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
-from kvjax.cache import CompressionConfig, Plane, budget_blocks
+from kvjax.cache import CacheSpec, Codec, CompressionConfig, Plane, as_codec, budget_blocks
 from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.decode import init_slots
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
@@ -33,18 +33,21 @@ class MemoryPlan:
     """Activations of the largest step, as an estimate."""
     limit: int
     num_blocks: int
-    cache_dtype: np.dtype
-    heads: int
-    block_size: int
+    spec: CacheSpec
 
     @property
     def total(self) -> int:
         return self.weights + self.pool + self.tables + self.scratch + self.workspace
 
     @property
+    def heads(self) -> int:
+        """KV heads of all layers."""
+        return self.spec.heads
+
+    @property
     def pool_tokens(self) -> int:
         """Tokens' worth of KVs that the pool holds, one per layer and head."""
-        return self.num_blocks // self.heads * self.block_size
+        return self.num_blocks // self.heads * self.spec.block_size
 
     def __str__(self) -> str:
         parts = ("weights", "pool", "tables", "scratch", "workspace")
@@ -59,7 +62,7 @@ def plan_memory(
     model: LoadedModel,
     config: EngineConfig,
     max_len: int,
-    cache_dtype: jax.typing.DTypeLike,
+    cache_dtype: Codec | jax.typing.DTypeLike | None = None,
     planes: Sequence[Plane] = (),
 ) -> MemoryPlan:
     """The pool that fits beside everything else.
@@ -68,48 +71,45 @@ def plan_memory(
         model: the model, its weights already on the device.
         config: sizes; see `EngineConfig` for how the pool is sized.
         max_len: most tokens of a sequence.
-        cache_dtype: of keys and values in the pool.
+        cache_dtype: what keys and values are stored in, or the codec that stores them; by default
+            the dtype of the weights.
         planes: further numbers per KV that the pool has room for.
 
     Raises:
-        UserError: it does not fit, with the numbers.
+        UserError: it does not fit, with the numbers; no codec stores that dtype.
     """
-    shape, dtype = model.config, np.dtype(cache_dtype)
+    shape, slots = model.config, config.max_batch
     leaves = jax.tree.leaves(model.params)
     weights = sum(leaf.nbytes for leaf in leaves)
-    layers, kv_heads = shape.num_layers, shape.num_kv_heads
-    heads, b, slots = layers * kv_heads, config.block_size, config.max_batch
-    item = leaves[0].dtype.itemsize
-    further = sum(plane.kv_bytes for plane in planes)
-    block = b * (2 * shape.head_dim * dtype.itemsize + 8 + further)
-    # Beside keys and values up to three numbers of what was observed.
-    per_token = heads * (2 * shape.head_dim * item + 12 + further)
+    codec = as_codec(cache_dtype, leaves[0].dtype)
+    spec = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
     scratch_tokens = min(config.prefill_scratch, max_len)
     chunk = min(config.prefill_chunk, max_len)
-    scratch = per_token * (scratch_tokens + chunk)
-    width = -(-max_len // b)
-    tables = slots * heads * (width + 1) * 4 + slots * 64
+    scratch = spec.scratch_bytes(scratch_tokens + chunk)
+    width = spec.blocks_per_head(max_len)
+    states = jax.eval_shape(lambda: init_slots(slots))
+    tables = spec.table_bytes(slots, width)
+    tables += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
     # Rows of float32 logits with their sampling copies, activations of a chunk, one layer's
     # attention over the scratch; a gathered copy of the tables of those that take part.
     workspace = (
         slots * shape.vocab_size * 4 * 3
-        + chunk * (4 * shape.hidden_size + 3 * shape.intermediate_size) * item
-        + 2 * scratch_tokens * kv_heads * shape.head_dim * (item + 4)
+        + chunk * (4 * shape.hidden_size + 3 * shape.intermediate_size) * leaves[0].dtype.itemsize
+        + spec.attention_bytes(scratch_tokens)
         + tables
     )
     limit = _limit(config, weights)
     fixed = weights + scratch + tables + workspace
-    most = slots * heads * width
     if config.pool_tokens is not None:
-        blocks = -(-config.pool_tokens // b) * heads
+        blocks = spec.heads * spec.blocks_per_head(config.pool_tokens)
     elif config.pool_bytes is not None:
-        blocks = config.pool_bytes // block
+        blocks = config.pool_bytes // spec.block_bytes
     else:
-        blocks = min(most, max(0, limit - fixed) // block, INT32_MAX)
-    plan = MemoryPlan(
-        weights, blocks * (block + 1), tables, scratch, workspace, limit, blocks, dtype, heads, b
-    )
-    if plan.total > limit or not heads <= blocks <= INT32_MAX:
+        most = slots * spec.heads * width
+        blocks = min(most, max(0, limit - fixed) // spec.block_bytes, INT32_MAX)
+    pool = spec.pool_bytes(blocks)
+    plan = MemoryPlan(weights, pool, tables, scratch, workspace, limit, blocks, spec)
+    if plan.total > limit or not plan.heads <= blocks <= INT32_MAX:
         raise UserError(
             f"this does not fit: {plan}; give a smaller pool, max_batch {slots}, max_len {max_len} "
             f"or prefill_scratch {config.prefill_scratch}"

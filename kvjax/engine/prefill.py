@@ -74,7 +74,7 @@ class _InPool:
 
     @property
     def dtype(self) -> Any:
-        return self.cache.k.dtype
+        return self.cache.kv.operands[0].dtype
 
     def _page(self, layer: Int32[Array, ""]) -> Int32[Array, "H M"]:
         return jnp.minimum(self.cache.block_table[self.slot, layer], self.cache.num_blocks - 1)
@@ -83,7 +83,8 @@ class _InPool:
         page, cache = self._page(layer), self.cache
         rows = (cache.num_kv_heads, self.size, -1)
         length = cache.context_len[self.slot, layer]
-        return Prefix(cache.k[page].reshape(rows), cache.v[page].reshape(rows), length)
+        k, v = (pool[page].reshape(rows) for pool in cache.kv.operands)
+        return Prefix(k, v, length)
 
     def position(self, layer: Int32[Array, ""]) -> Int32[Array, "H P"]:
         position = self.cache.position[self._page(layer)].reshape(-1, self.size)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int32
 
 from kvjax.cache import PagedCache, compress, release
 from kvjax.cache.policy import Method
-from kvjax.cache.slots import put_slots, take_slots
+from kvjax.cache.store import put_slots, take_slots
 from kvjax.engine.decode import SlotState
 
 

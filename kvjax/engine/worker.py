@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.cache import PagedCache, Plane, free_blocks, init_cache
+from kvjax.cache import CacheSpec, PagedCache, free_blocks, init_cache
 from kvjax.cache.policy import DecodeRule, Method
 from kvjax.engine import decode, insert, prefill, reclaim
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
@@ -91,31 +91,30 @@ class Worker:
         params: nnx.State,
         config: EngineConfig,
         *,
+        spec: CacheSpec,
         num_blocks: int,
         max_len: int,
-        dtype: jax.typing.DTypeLike,
         eos_ids: Sequence[int] = (),
-        planes: Sequence[Plane] = (),
         artefacts: Mapping[str, jax.Array] | None = None,
     ):
         self.model, self.params, self.config = model, params, config
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
         self.artefacts = {**(artefacts or {}), **rope_artefacts(model)}
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
-        self.planes = tuple(plane.name for plane in planes)
+        self.planes = tuple(plane.name for plane in spec.planes)
         """Further numbers per KV that the pool has room for."""
         self.compiled = CompiledSteps()
         self._new_cache = functools.partial(
             init_cache,
             num_slots=config.max_batch,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
             num_blocks=num_blocks,
-            max_blocks_per_head=-(-max_len // config.block_size),
-            block_size=config.block_size,
-            dtype=dtype,
-            planes=tuple(planes),
+            max_blocks_per_head=spec.blocks_per_head(max_len),
+            block_size=spec.block_size,
+            codec=spec.codec,
+            planes=spec.planes,
         )
         self.cache: PagedCache = self._new_cache()
         self.state = decode.init_slots(config.max_batch)

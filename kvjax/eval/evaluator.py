@@ -31,7 +31,7 @@ from kvjax.errors import UserError
 from kvjax.eval import passes
 from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import finish_answer, needs_answer, score_answer, score_free
-from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks
+from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, cache_spec, rate_blocks
 from kvjax.models import LoadedModel
 from kvjax.models.rope import rope_artefacts
 
@@ -51,6 +51,7 @@ class Evaluator:
         self.model, self.config = model, config
         self.artefacts = {**(artefacts or {}), **rope_artefacts(model.config)}
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
+        self.spec = cache_spec(model, config.block_size)
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
@@ -60,7 +61,7 @@ class Evaluator:
 
     @property
     def heads(self) -> int:
-        return self.model.config.num_layers * self.model.config.num_kv_heads
+        return self.spec.heads
 
     def tokenise(self, row: Row) -> TokenRow:
         """The row's tokens; see `kvjax.eval.rows.tokenise`."""
@@ -125,20 +126,20 @@ class Evaluator:
 
     def empty_cache(self, tokens_per_head: int):
         """An empty cache of the evaluator's slots, kept until another size is asked for."""
-        config, model = self.config, self.model.config
-        width = -(-tokens_per_head // config.block_size)
+        config, spec = self.config, self.spec
+        width = spec.blocks_per_head(tokens_per_head)
         if self._cache_of is None or self._cache_of[0] != width:
             self._cache_of = None
             sequences = max(1, -(-config.num_slots // 3))
             cache = init_cache(
                 num_slots=config.num_slots,
-                num_layers=model.num_layers,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
+                num_layers=spec.num_layers,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
                 num_blocks=sequences * self.heads * width,
                 max_blocks_per_head=width,
-                block_size=config.block_size,
-                dtype=jax.tree.leaves(self.model.params)[0].dtype,
+                block_size=spec.block_size,
+                codec=spec.codec,
             )
             return cache
         cache, self._cache_of = self._cache_of[1], None
@@ -342,9 +343,7 @@ class _Cut:
 
     def _result(self, admitted: _Admitted, kept, recall, shared) -> dict[str, Any]:
         run, b = self.run, self.run.evaluator.config.block_size
-        row, heads, config = run.row, run.evaluator.heads, run.model.config
-        dtype = jax.tree.leaves(run.model.params)[0].dtype
-        block_bytes = b * (2 * config.head_dim * dtype.itemsize + 8)
+        row, heads, spec = run.row, run.evaluator.heads, run.evaluator.spec
         blocks = int((-(-kept // b)).sum())
         return {
             "id": row.id,
@@ -360,8 +359,8 @@ class _Cut:
             "kvs_full": heads * self.cut,
             "kvs": int(kept.sum()),
             "blocks": blocks,
-            "bytes_full": heads * -(-self.cut // b) * block_bytes,
-            "bytes": blocks * block_bytes,
+            "bytes_full": spec.full_bytes(self.cut),
+            "bytes": blocks * spec.block_bytes,
             "shortfall": admitted.shortfall,
             "recall": _rounded(recall.mean()) if len(self.chunk) else None,
             "recall_by_layer": [_rounded(share) for share in recall] if len(self.chunk) else None,

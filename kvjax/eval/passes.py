@@ -191,8 +191,8 @@ def teacher_force(
         def one_slot(part):
             q, k, v, table, held = part
             page = jnp.minimum(table, cache.num_blocks - 1)
-            prefix = Prefix(cache.k[page].reshape(rows), cache.v[page].reshape(rows), held)
-            return prefill_attention(q, k, v, prefix=prefix)
+            held_k, held_v = (pool[page].reshape(rows) for pool in cache.kv.operands)
+            return prefill_attention(q, k, v, prefix=Prefix(held_k, held_v, held))
 
         out = lax.map(one_slot, (q, k, v, table, held))
         return carry, out, (k, v)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from kvjax.cache import budget_blocks
+from kvjax.cache import CacheSpec, as_codec, budget_blocks
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
@@ -74,6 +74,12 @@ def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: in
     return max(least, int(length * heads / (rate * block_size)))
 
 
+def cache_spec(model: LoadedModel, block_size: int = 16) -> CacheSpec:
+    """What a cache keeps of a model's KVs: as they are computed."""
+    codec = as_codec(None, jax.tree.leaves(model.params)[0].dtype)
+    return CacheSpec.of(model.config, codec, block_size)
+
+
 def slots_for(model: LoadedModel, length: int) -> int:
     """Variants of a prompt of so many tokens to run side by side: 16 on a CPU.
 
@@ -83,7 +89,5 @@ def slots_for(model: LoadedModel, length: int) -> int:
     if not stats or "bytes_limit" not in stats:
         return 16
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    config, itemsize = model.config, jax.tree.leaves(model.params)[0].dtype.itemsize
-    heads = config.num_layers * config.num_kv_heads
-    sequence = length * heads * (2 * config.head_dim * itemsize + 8)
+    sequence = length * cache_spec(model).token_bytes
     return max(8, min(64, int(free / 2 / (sequence / 3))))

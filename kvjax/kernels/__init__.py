@@ -1,6 +1,7 @@
 """Device code. Knows arrays only: no cache, no model."""
 
 from kvjax.kernels.choice import explain
+from kvjax.kernels.encoded import Encoded
 from kvjax.kernels.move_kvs import move_kvs
 from kvjax.kernels.paged_attention import paged_attention, plan_paged_attention
 from kvjax.kernels.prefill_attention import (
@@ -11,6 +12,7 @@ from kvjax.kernels.prefill_attention import (
 from kvjax.kernels.window_metrics import hit_intervals, window_metrics
 
 __all__ = [
+    "Encoded",
     "Prefix",
     "explain",
     "hit_intervals",

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvjax import cache as kv
 from kvjax.cache.policy.method import PLAIN
+from kvjax.cache.store import KVPool
 from tests.oracle import KV, Choice, OracleCache
 from tests.oracle.eviction import num_blocks
 from tests.oracle.kv import UNWRITTEN
@@ -91,15 +92,19 @@ def jitted(name: str):
 
 
 def host(cache: kv.PagedCache) -> dict[str, Any]:
-    """Copies of the cache's fields in host memory."""
-    return {
+    """Copies of the cache's fields in host memory, keys and values as "k" and "v"."""
+    fields = {
         f.name: jax.tree.map(np.array, getattr(cache, f.name)) for f in dataclasses.fields(cache)
     }
+    pool = fields.pop("kv")
+    return {"k": pool.stored_k, "v": pool.stored_v, **fields}
 
 
 def of_host(fields: dict[str, Any]) -> kv.PagedCache:
     """The cache that `host` copied."""
-    return kv.PagedCache(**jax.tree.map(jnp.asarray, fields))
+    fields = jax.tree.map(jnp.asarray, fields)
+    k, v = fields.pop("k"), fields.pop("v")
+    return kv.PagedCache(kv=KVPool(k, v, kv.Plain(k.dtype.name)), **fields)
 
 
 def assert_identical(a: kv.PagedCache, b: kv.PagedCache, what: str) -> None:
@@ -147,9 +152,7 @@ def poison(cache: kv.PagedCache, seed: int) -> kv.PagedCache:
     for name in ("k", "v", "metric"):
         count = c[name][unwritten].shape
         c[name][unwritten] = rng.choice(POISON, size=count).astype(c[name].dtype)
-    return dataclasses.replace(
-        cache, **{name: jnp.asarray(c[name]) for name in ("k", "v", "metric")}
-    )
+    return of_host(c)
 
 
 def clean(cache: kv.PagedCache) -> kv.PagedCache:

@@ -100,8 +100,7 @@ def far_end(cache: kv.PagedCache) -> kv.PagedCache:
     total = cache.k.shape[0]
     first = total - FAR
     return kv.PagedCache(
-        k=cache.k[first:],
-        v=cache.v[first:],
+        kv=jax.tree.map(lambda x: x[first:], cache.kv),
         metric=cache.metric[first:],
         position=cache.position[first:],
         block_table=cache.block_table - first,

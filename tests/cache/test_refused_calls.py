@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as kv
-from kvjax.cache.slots import put_slots, take_slots
+from kvjax.cache.store import put_slots, take_slots
 from tests.cache.pair import Geometry, assert_identical, clean, filled, host, jitted
 from tests.oracle.audit import audit
 

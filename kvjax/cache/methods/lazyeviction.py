@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
-from kvjax.cache.paged import write_newest
 from kvjax.cache.policy.allocate import ByLayer
 from kvjax.cache.policy.attention import window_queries
 from kvjax.cache.policy.checks import MOST_WINDOW, check_numbers, check_wholes
@@ -30,6 +29,7 @@ from kvjax.cache.policy.score import (
     Scores,
     StepView,
 )
+from kvjax.cache.store import write_newest
 from kvjax.kernels import hit_intervals
 
 

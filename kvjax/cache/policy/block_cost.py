@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.paged import blocks_for
+from kvjax.cache.store import blocks_for
 
 
 def block_costs(

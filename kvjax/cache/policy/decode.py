@@ -5,7 +5,6 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
-from kvjax.cache.paged import write_newest
 from kvjax.cache.policy.score import (
     Artefacts,
     DecodeRule,
@@ -15,6 +14,7 @@ from kvjax.cache.policy.score import (
     Scores,
     StepView,
 )
+from kvjax.cache.store import write_newest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from kvjax.cache.paged import Plane
 from kvjax.cache.policy.allocate import Allocator, Global
 from kvjax.cache.policy.checks import check_a, check_numbers, check_one_of, check_wholes
 from kvjax.cache.policy.merge import Merger
@@ -20,6 +19,7 @@ from kvjax.cache.policy.observe import Observer
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.policy.score import DecodeRule, Scorer, Stored
 from kvjax.cache.policy.select import Selector
+from kvjax.cache.store import Plane
 from kvjax.checks import INT32_MAX, check_flag, check_text
 
 Evidence = Literal["P", "C", "R", "A", "U", "own"]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from kvjax.cache.paged import Plane
 from kvjax.cache.policy.score import Artefacts, LayerView, Scorer, Scores
+from kvjax.cache.store import Plane
 
 
 @dataclasses.dataclass(frozen=True)

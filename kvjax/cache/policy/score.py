@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.paged import Plane
+from kvjax.cache.store import Plane
 
 Artefacts = Mapping[str, Array]
 """Arrays of a `Calibration` by name, each with a leading axis of layers; scorers get their

@@ -73,8 +73,7 @@ def roofline_seconds(llm: Any, limits: dict[str, float], spent: dict[str, float]
     body = multiplied - embedding
     flops = 2 * body * spent["prompt_tokens"] + per_pair * spent["prompt_pairs"]
     weights = multiplied * jax.tree.leaves(llm.model.params)[0].dtype.itemsize
-    kv = 2 * model.head_dim * llm.plan.cache_dtype.itemsize
-    read = spent["decode_steps"] * weights + spent["kvs_read"] * kv
+    read = spent["decode_steps"] * weights + spent["kvs_read"] * llm.plan.spec.kv_bytes
     decode_flops = 2 * multiplied * spent["output_tokens"]
     # A copy reads and writes; decoding reads, at the same bytes per second.
     decode = max(read / limits["copy_bytes_per_s"], decode_flops / limits["flop_per_s"])

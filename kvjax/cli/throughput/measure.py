@@ -159,7 +159,7 @@ def measure(
         "time_to_first_token": percentiles([x for x in firsts if x is not None]),
         "time_per_output_token": percentiles([x for x in each if x is not None]),
         "device": jax.devices()[0].device_kind,
-        "dtype": str(llm.plan.cache_dtype),
+        "dtype": llm.plan.spec.codec.name,
         "versions": _versions(),
     }
     decoding = row["seconds_by_phase"]["decode"]

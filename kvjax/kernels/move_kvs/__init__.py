@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Num
 
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
@@ -11,14 +11,14 @@ from kvjax.kernels.move_kvs import reference
 
 
 def move_kvs(
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    k: Num[Array, "N b d"],
+    v: Num[Array, "N b d"],
     source: Int32[Array, "rows U"],
     target: Int32[Array, "rows U"],
     count: Int32[Array, " rows"],
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
+) -> tuple[Num[Array, "N b d"], Num[Array, "N b d"]]:
     """Copy KVs from slots of the pool to others, in place where the pools are donated.
 
     Source: KV-Compress, algorithm 1, lines 8–10.

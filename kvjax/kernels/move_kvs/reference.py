@@ -1,16 +1,16 @@
 """Moving KVs inside the pool in plain JAX: a gather and a scatter."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Num
 
 
 def move_kvs(
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    k: Num[Array, "N b d"],
+    v: Num[Array, "N b d"],
     source: Int32[Array, "rows U"],
     target: Int32[Array, "rows U"],
     count: Int32[Array, " rows"],
-) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
+) -> tuple[Num[Array, "N b d"], Num[Array, "N b d"]]:
     """See `kvjax.kernels.move_kvs`."""
     n, b, _ = k.shape
     moves = jnp.arange(source.shape[1]) < count[:, None]

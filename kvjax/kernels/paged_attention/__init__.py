@@ -1,20 +1,22 @@
 """Attention of one query per sequence over a paged cache with its own length for every KV head."""
 
 import math
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
+from kvjax.kernels.encoded import Encoded
 from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.worklist import WorkList
 
 
 def paged_attention(
     q: Float[Array, "S Hr d"],
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    k: Float[Array, "N b d"] | Encoded,
+    v: Float[Array, "N b d"] | Encoded,
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     *,
@@ -31,7 +33,7 @@ def paged_attention(
 
     Args:
         q: one query per sequence and query head; query head i reads KV head i // r.
-        k: pool of keys: bfloat16, float16 or float32.
+        k: pool of keys: bfloat16, float16 or float32, or `Encoded` as such.
         v: pool of values, of the same type.
         block_table: blocks of each head; entries from ⌈context_len / b⌉ on are not followed.
         context_len: KVs of each head; 0 gives an output of zeros.
@@ -59,7 +61,7 @@ def paged_attention(
     if spec.debugging() if debug is None else debug:
         spec.check_table(block_table, context_len, k.shape[0], k.shape[1])
     metric = metric if return_metric else None
-    arguments = (q, k, v, block_table, context_len)
+    arguments: tuple[Any, ...] = (q, k, v, block_table, context_len)
     statistic = {"metric": metric, "power": power, "observed": observed}
     if chosen.name == "mosaic_gpu":
         from kvjax.kernels.paged_attention import mosaic_gpu
@@ -137,7 +139,7 @@ def _choose(
 
 def plan_paged_attention(
     context_len: Int32[Array, "*layers S H"],
-    k: Float[Array, "N b d"],
+    k: Float[Array, "N b d"] | Encoded,
     *,
     num_query_heads: int,
     max_blocks: int,
@@ -161,7 +163,15 @@ def plan_paged_attention(
     num_blocks, block_size, head_dim = k.shape
     group = num_query_heads // num_heads
     shape = spec.Shape(
-        num_seqs, num_heads, group, head_dim, num_blocks, block_size, max_blocks, str(k.dtype)
+        num_seqs,
+        num_heads,
+        group,
+        head_dim,
+        num_blocks,
+        block_size,
+        max_blocks,
+        str(k.dtype),
+        isinstance(k, Encoded),
     )
     chosen = _choose(shape, k, None, return_metric, implementation)
     if chosen.name != "mosaic_gpu":

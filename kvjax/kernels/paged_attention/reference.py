@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from kvjax.kernels.encoded import Encoded
+
 CHUNK_TOKENS = 128
 """KVs gathered from each head at once."""
 ROWS_ON_CPU = 32
@@ -17,8 +19,8 @@ ROWS_ON_CPU = 32
 
 def paged_attention(
     q: Float[Array, "S Hr d"],
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    k: Float[Array, "N b d"] | Encoded,
+    v: Float[Array, "N b d"] | Encoded,
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     *,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.kernels.checks import wanted
+from kvjax.kernels.encoded import Encoded
 
 HEAD_DIMS = (64, 80, 96, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -31,6 +32,8 @@ class Shape:
     block_size: int
     max_blocks: int
     dtype: str = "bfloat16"
+    encoded: bool = False
+    """Whether the pools are no arrays."""
 
     @property
     def rows(self) -> int:
@@ -108,8 +111,8 @@ def checked(q, k, v, block_table, context_len, metric) -> Shape:
             raise wanted("metric shape", list(metric.shape), [blocks, block_size])
         if metric.dtype != jnp.float32:
             raise wanted("metric dtype", metric.dtype, "float32")
-    group = q.shape[1] // heads
-    return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, str(k.dtype))
+    group, kind = q.shape[1] // heads, (str(k.dtype), isinstance(k, Encoded))
+    return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, *kind)
 
 
 def check_statistic(power: int, observed, shape: Shape) -> None:
@@ -168,5 +171,7 @@ def served_shape(shape: Shape) -> None:
         raise NotImplementedError(
             f"{shape.group} query heads per KV head, served are 1 to {MAX_GROUP}"
         )
+    if shape.encoded:
+        raise NotImplementedError("encoded pools")
     if shape.rows == 0 or shape.blocks == 0 or shape.max_blocks == 0:
         raise NotImplementedError("an empty batch, pool or table")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.cache.paged import UNWRITTEN, PagedCache
+from kvjax.cache.store.paged import UNWRITTEN, PagedCache
 
 
 def check_invariants(cache: PagedCache) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from kvjax.cache.paged import PagedCache, valid_slots
+from kvjax.cache.store.paged import PagedCache, valid_slots
 
 
 def _present(cache: PagedCache, slots: Int32[Array, " G"], max_blocks: int) -> Int32[Array, " G"]:

@@ -1,0 +1,51 @@
+"""The paged cache itself: what is kept of each KV, where, and in how many bytes.
+
+Here belongs whatever reads, writes, moves or counts the bytes of keys and values: `CacheSpec` has
+every formula, `KVPool` every access, and a `Codec` says what is stored of a row. Nothing here knows
+why a KV stays or goes.
+"""
+
+from kvjax.cache.store.codec import Codec, Plain, Rounded, as_codec
+from kvjax.cache.store.invariants import check_invariants
+from kvjax.cache.store.paged import (
+    PagedCache,
+    allocate,
+    blocks_for,
+    drop_blocks,
+    free_blocks,
+    init_cache,
+    release,
+    valid_slots,
+)
+from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_layer, write_newest
+from kvjax.cache.store.slots import put_slots, take_slots
+from kvjax.cache.store.spec import CacheSpec, Plane
+from kvjax.cache.store.write import append, begin_append, write_prompt
+
+__all__ = [
+    "CacheSpec",
+    "Codec",
+    "KVPool",
+    "PagedCache",
+    "Plain",
+    "Plane",
+    "Rounded",
+    "allocate",
+    "append",
+    "as_codec",
+    "begin_append",
+    "blocks_for",
+    "check_invariants",
+    "drop_blocks",
+    "free_blocks",
+    "gathered",
+    "init_cache",
+    "move_rows",
+    "put_slots",
+    "release",
+    "take_slots",
+    "valid_slots",
+    "write_layer",
+    "write_newest",
+    "write_prompt",
+]

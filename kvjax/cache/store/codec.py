@@ -1,0 +1,111 @@
+"""How keys and values become what the pool stores, and what attention reads of it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.errors import UserError
+from kvjax.kernels import Encoded
+from kvjax.kernels.paged_attention.spec import DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How rows of keys or values are stored: a frozen, hashable value that steps are compiled from.
+
+    A subclass gives `encode` and `decode`. What is stored of a row follows from that row alone, so
+    that moving it is a copy of bytes; how many these are follows from `encode`.
+    """
+
+    dtype: str = "float32"
+    """Of the rows that attention computes with."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return type(self).__name__.lower()
+
+    def encode(self, rows: Float[Array, "*n d"]) -> Any:
+        """What is stored of some rows: arrays (a pytree) with the same leading axes."""
+        raise NotImplementedError
+
+    def decode(self, stored: Any) -> Float[Array, "*n d"]:
+        """The rows, in `dtype`, of what `encode` gave."""
+        raise NotImplementedError
+
+    def operand(self, stored: Any) -> Any:
+        """What attention takes for a pool [N, b, d] of keys or values.
+
+        An array where kernels read what is stored as it is; by default something that decodes the
+        blocks it is indexed by.
+        """
+        return Encoded(stored, self)
+
+    def stored_shapes(self, *shape: int) -> Any:
+        """Shapes and dtypes of what is stored of rows of this shape, the last axis d."""
+        return jax.eval_shape(self.encode, jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)))
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes that are stored of one key or value."""
+        leaves = jax.tree.leaves(self.stored_shapes(1, head_dim))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(Codec):
+    """Rows are stored as they are computed."""
+
+    @property
+    def name(self) -> str:
+        return self.dtype
+
+    def encode(self, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        return rows.astype(self.dtype)
+
+    def decode(self, stored: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        return stored
+
+    def operand(self, stored: Any) -> Any:
+        return stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded(Plain):
+    """Rows are stored in a narrower floating-point type, which attention reads as it is."""
+
+    stored: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return self.stored
+
+    def encode(self, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        return rows.astype(self.stored)
+
+    def decode(self, stored: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        return stored.astype(self.dtype)
+
+
+def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DTypeLike) -> Codec:
+    """The codec of a pool: the one that is given, or the one that stores rows in a dtype.
+
+    Args:
+        asked: a codec, or the dtype to store; None stores what is computed.
+        computed: dtype of the model's keys and values, and of what is decoded.
+
+    Raises:
+        UserError: no codec stores that.
+    """
+    dtype = jnp.dtype(computed).name
+    if isinstance(asked, Codec):
+        return dataclasses.replace(asked, dtype=dtype)
+    try:
+        stored = dtype if asked is None else jnp.dtype(asked).name
+    except TypeError:
+        stored = None
+    if stored not in DTYPES:
+        raise UserError(f"cache_dtype {asked}: give one of {', '.join(DTYPES)}, or a codec")
+    return Plain(dtype) if stored == dtype else Rounded(dtype, stored)

@@ -1,0 +1,271 @@
+"""The paged KV cache: one pool of blocks, one block table per (sequence slot, layer, KV head).
+
+Source: KV-Compress, section 4.2.1 (block layout, on-device allocation). All functions are pure
+(`cache -> cache`) and meant to be jitted with the cache donated. A failed allocation returns the
+cache unchanged together with ``ok = False``.
+
+Letters: S sequence slots, L layers, H KV heads, N blocks in the pool, b KVs in a block, d head
+dimension, M blocks a head can own at most.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32, Num
+
+from kvjax.cache.store.codec import Codec, Plain
+from kvjax.cache.store.pool import KVPool
+from kvjax.cache.store.spec import CacheSpec, Plane
+from kvjax.kernels.checks import wanted
+
+UNWRITTEN = -1
+"""Token position of a KV slot that nothing was written to."""
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """All state of the cache, on the device.
+
+    Logical KV i of head (s, l, h) lies in block ``block_table[s, l, h, i // b]`` at offset
+    ``i % b``. Entries of the block table without a block hold N: out of range on purpose, so that
+    a scatter through them is dropped.
+    """
+
+    kv: KVPool
+    """Keys and values."""
+    metric: Float[Array, "N b"]
+    """Eviction metric of each KV, float32."""
+    position: Int32[Array, "N b"]
+    """Token position of each KV, −1 where unwritten."""
+    block_table: Int32[Array, "S L H M"]
+    context_len: Int32[Array, "S L H"]
+    """KVs that each head holds."""
+    seq_len: Int32[Array, " S"]
+    """Tokens that each sequence has seen: the position of its next token."""
+    free: Bool[Array, " N"]
+    state: dict[str, Num[Array, "N b w"]] = dataclasses.field(default_factory=dict)
+    """Further numbers of each KV, by the names of the planes that methods declare; 0 where
+    unwritten."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.block_table.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.block_table.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.block_table.shape[2]
+
+    @property
+    def max_blocks(self) -> int:
+        """M, the most blocks that one head can own."""
+        return self.block_table.shape[3]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.metric.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.metric.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv.shape[2]
+
+    @property
+    def k(self) -> Any:
+        """Keys [N, b, d] as attention takes them: an array, unless a codec stores something else
+        (`kvjax.kernels.Encoded`)."""
+        return self.kv.operands[0]
+
+    @property
+    def v(self) -> Any:
+        """Values, as `k`."""
+        return self.kv.operands[1]
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What is kept of each KV, and in blocks of which size."""
+        planes = (Plane(name, x.dtype.name, x.shape[2]) for name, x in self.state.items())
+        return CacheSpec(
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            self.kv.codec,
+            self.block_size,
+            tuple(planes),
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block; see `CacheSpec.block_bytes`."""
+        return self.spec.block_bytes
+
+
+def init_cache(
+    *,
+    num_slots: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_blocks: int,
+    max_blocks_per_head: int,
+    block_size: int = 16,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    planes: Iterable[Plane] = (),
+    codec: Codec | None = None,
+) -> PagedCache:
+    """An empty cache of ``num_blocks`` blocks, with room for the planes that methods declare.
+
+    Keys and values are stored in `dtype`, or as a codec says.
+
+    Raises:
+        ValueError: a size is not a positive integer.
+    """
+    sizes = {
+        "num_slots": num_slots,
+        "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "num_blocks": num_blocks,
+        "max_blocks_per_head": max_blocks_per_head,
+        "block_size": block_size,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1")
+    heads = (num_slots, num_layers, num_kv_heads)
+    pool = (num_blocks, block_size)
+    codec = codec or Plain(jnp.dtype(dtype).name)
+    return PagedCache(
+        kv=KVPool.empty(codec, *pool, head_dim),
+        metric=jnp.zeros(pool, jnp.float32),
+        position=jnp.full(pool, UNWRITTEN, jnp.int32),
+        block_table=jnp.full((*heads, max_blocks_per_head), num_blocks, jnp.int32),
+        context_len=jnp.zeros(heads, jnp.int32),
+        seq_len=jnp.zeros(num_slots, jnp.int32),
+        free=jnp.ones(num_blocks, bool),
+        state={plane.name: jnp.zeros((*pool, plane.width), plane.dtype) for plane in planes},
+    )
+
+
+def blocks_for(context_len: Int[Array, "*dims"], block_size: int) -> Int[Array, "*dims"]:
+    """Blocks that hold so many KVs: ⌈context_len / b⌉."""
+    return (context_len + block_size - 1) // block_size
+
+
+def free_blocks(cache: PagedCache) -> Int32[Array, ""]:
+    """How many blocks of the pool nobody owns."""
+    return jnp.sum(cache.free, dtype=jnp.int32)
+
+
+def nth_free(free: Bool[Array, " N"], rank: Int[Array, "*dims"]) -> Int32[Array, "*dims"]:
+    """Id of the free block with `rank` free blocks below it; N where there is none."""
+    below = jnp.cumsum(free, dtype=jnp.int32)
+    return jnp.searchsorted(below, rank.reshape(-1) + 1).reshape(rank.shape).astype(jnp.int32)
+
+
+def claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
+    """Take blocks from the free mask; whatever a former owner left in their metadata goes."""
+    return _cleared(cache, ids, free=False)
+
+
+def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
+    """Give blocks back to the free mask and clear their metadata; ids of N are passed over."""
+    return _cleared(cache, ids, free=True)
+
+
+def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"], *, free: bool) -> PagedCache:
+    return dataclasses.replace(
+        cache,
+        free=cache.free.at[ids].set(free, mode="drop"),
+        metric=cache.metric.at[ids].set(0.0, mode="drop"),
+        position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
+        state=jax.tree.map(lambda plane: plane.at[ids].set(0, mode="drop"), cache.state),
+    )
+
+
+def grow(
+    cache: PagedCache,
+    table: Int32[Array, "*heads M"],
+    old_len: Int32[Array, "*heads"],
+    new_len: Int32[Array, "*heads"],
+) -> tuple[PagedCache, Int32[Array, "*heads M"], Bool[Array, ""]]:
+    """Claim the blocks that take some heads from `old_len` to `new_len` KVs.
+
+    Returns the cache with the blocks claimed, the grown table, and whether that was possible;
+    if not, cache and table are as they were.
+    """
+    b, n = cache.block_size, cache.num_blocks
+    m = jnp.arange(table.shape[-1], dtype=jnp.int32)
+    # Clipped so that absurd requests overflow neither here nor in the sum below.
+    want = blocks_for(jnp.minimum(new_len, (table.shape[-1] + 1) * b), b)
+    have = blocks_for(old_len, b)
+    added = want - have
+    ok = (jnp.sum(added) <= free_blocks(cache)) & jnp.all(want <= table.shape[-1])
+    first = (jnp.cumsum(added.reshape(-1)) - added.reshape(-1)).reshape(added.shape)
+    is_new = ok & (m >= have[..., None]) & (m < want[..., None])
+    ids = nth_free(cache.free, first[..., None] + m - have[..., None])
+    ids = jnp.where(is_new, ids, n)
+    return claim(cache, ids), jnp.where(is_new, ids, table), ok
+
+
+def allocate(
+    cache: PagedCache, context_len: Int32[Array, "S L H"]
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Grow every head to at least `context_len` KVs.
+
+    Blocks with the lowest free ids go to the heads in (slot, layer, head) order. The new KV slots
+    count as unwritten (position −1, metric 0) until something is written to them.
+
+    Returns:
+        The cache and ``ok``. ``ok`` is False, and the cache unchanged, when too few blocks are
+        free or a head would need more than M.
+    """
+    new_len = jnp.maximum(cache.context_len, context_len)
+    cache, table, ok = grow(cache, cache.block_table, cache.context_len, new_len)
+    new_len = jnp.where(ok, new_len, cache.context_len)
+    return dataclasses.replace(cache, block_table=table, context_len=new_len), ok
+
+
+def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:
+    """Free every block of the marked slots and empty them.
+
+    Raises:
+        ValueError: `slots` is not of the cache's slots.
+    """
+    check_shape("slots", slots, cache.seq_len.shape)
+    chosen = slots[:, None, None]
+    ids = jnp.where(chosen[..., None], cache.block_table, cache.num_blocks)
+    cache = drop_blocks(cache, ids)
+    return dataclasses.replace(
+        cache,
+        block_table=jnp.where(chosen[..., None], cache.num_blocks, cache.block_table),
+        context_len=jnp.where(chosen, 0, cache.context_len),
+        seq_len=jnp.where(slots, 0, cache.seq_len),
+    )
+
+
+def valid_slots(cache: PagedCache, slots: Int32[Array, " G"]) -> Int32[Array, " G"]:
+    """The slots, with S (which every later scatter and gather passes over) for impossible ones.
+
+    A slot that comes again is impossible: two steps on the same blocks would break them.
+    """
+    slots = jnp.asarray(slots, jnp.int32)
+    again = jnp.any(jnp.tril(slots[:, None] == slots, -1), axis=1)
+    return jnp.where((slots >= 0) & (slots < cache.num_slots) & ~again, slots, cache.num_slots)
+
+
+def check_shape(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` unless an array has a shape; one that would broadcast has it not."""
+    if jnp.shape(x) != shape:
+        raise wanted(f"{name} shape", list(jnp.shape(x)), list(shape))

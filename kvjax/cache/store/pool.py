@@ -1,0 +1,158 @@
+"""The pool of keys and values: reads, writes and moves, whatever a codec makes of them."""
+
+import dataclasses
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Num
+
+from kvjax.cache.store.codec import Codec
+from kvjax.kernels import move_kvs
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVPool:
+    """Keys, after RoPE at their original position, and values, as a codec stores them.
+
+    Nobody outside this package looks into `stored_k` and `stored_v`.
+    """
+
+    stored_k: Any
+    """Arrays with leading axes [N, b]."""
+    stored_v: Any
+    codec: Codec = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def empty(cls, codec: Codec, num_blocks: int, block_size: int, head_dim: int) -> "KVPool":
+        """A pool in which everything stored is 0."""
+
+        def zeros():
+            shapes = codec.stored_shapes(num_blocks, block_size, head_dim)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        return cls(zeros(), zeros(), codec)
+
+    @property
+    def operands(self) -> tuple[Any, Any]:
+        """Keys and values [N, b, d] as attention takes them; indexed by blocks they give rows."""
+        return self.codec.operand(self.stored_k), self.codec.operand(self.stored_v)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """N, b and d."""
+        return self.operands[0].shape
+
+    def read(
+        self, blocks: Int32[Array, "*n"]
+    ) -> tuple[Float[Array, "... b d"], Float[Array, "... b d"]]:
+        """Keys and values of some blocks, decoded; those of ids out of range decode zeros."""
+        k, v = jax.tree.map(lambda x: gathered(x, blocks), (self.stored_k, self.stored_v))
+        return self.codec.decode(k), self.codec.decode(v)
+
+    def write(
+        self,
+        at: tuple[Int32[Array, "*n"], ...],
+        k: Float[Array, "*n d"],
+        v: Float[Array, "*n d"],
+    ) -> "KVPool":
+        """With rows written to some blocks, or to offsets in them; ids of N are passed over."""
+        return self._with(lambda pool, rows: scattered(pool, at, rows), k, v)
+
+    def write_newest(
+        self,
+        block_table: Int32[Array, "S H M"],
+        context_len: Int32[Array, "S H"],
+        k: Float[Array, "S H d"],
+        v: Float[Array, "S H d"],
+        active: Bool[Array, " S"],
+    ) -> "KVPool":
+        """With the newest KV of one layer written: the last one that `context_len` counts."""
+        return self._with(
+            lambda pool, rows: write_newest(pool, block_table, context_len, rows, active), k, v
+        )
+
+    def move(
+        self,
+        source: Int32[Array, "rows U"],
+        target: Int32[Array, "rows U"],
+        count: Int32[Array, " rows"],
+    ) -> "KVPool":
+        """With KVs copied from slots of the pool to others, as `kvjax.kernels.move_kvs` does."""
+
+        def moved(k, v):
+            if k.ndim == 3:
+                return move_kvs(k, v, source, target, count)
+            return tuple(move_rows(x, source, target, count) for x in (k, v))
+
+        pairs = jax.tree.map(moved, self.stored_k, self.stored_v)
+        k, v = jax.tree.transpose(jax.tree.structure(self.stored_k), None, pairs)
+        return KVPool(k, v, self.codec)
+
+    def _with(self, written, k, v) -> "KVPool":
+        """With `written` of each array and of the encoded rows that belong there."""
+        stored = (self.stored_k, self.stored_v)
+        rows = (self.codec.encode(k), self.codec.encode(v))
+        k, v = jax.tree.map(written, stored, rows)
+        return KVPool(k, v, self.codec)
+
+
+def gathered(
+    pool: Num[Array, "N b *w"], blocks: Int32[Array, "*n"], fill: float = 0
+) -> Num[Array, "..."]:
+    """What one array of the pool holds in some blocks, `fill` for ids out of range."""
+    return pool.at[blocks].get(mode="fill", fill_value=fill)
+
+
+def scattered(
+    pool: Num[Array, "N b *w"], at: tuple[Int32[Array, "*n"], ...], rows: Num[Array, "..."]
+) -> Num[Array, "N b *w"]:
+    """One array of the pool with values at some blocks, or at offsets in them; ids of N are
+    passed over."""
+    return pool.at[at].set(rows.astype(pool.dtype), mode="drop")
+
+
+def move_rows(
+    pool: Num[Array, "N b *w"],
+    source: Int32[Array, "rows U"],
+    target: Int32[Array, "rows U"],
+    count: Int32[Array, " rows"],
+) -> Num[Array, "N b *w"]:
+    """One array of the pool after the first `count` moves of each row, slots as in `move_kvs`."""
+    num_blocks, b = pool.shape[:2]
+    moves = jnp.arange(source.shape[1]) < count[:, None]
+    values = pool.at[source // b, source % b].get(mode="fill", fill_value=0)
+    return scattered(pool, (jnp.where(moves, target // b, num_blocks), target % b), values)
+
+
+def write_newest(
+    pool: Num[Array, "N b *d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    values: Num[Array, "S H *d"],
+    active: Bool[Array, " S"],
+) -> Num[Array, "N b *d"]:
+    """Write one pool's value of the newest KV of one layer."""
+    num_blocks, b = pool.shape[:2]
+    last = jnp.maximum(context_len - 1, 0)
+    block = jnp.take_along_axis(block_table, (last // b)[..., None], axis=-1)[..., 0]
+    block = jnp.where(active[:, None] & (context_len > 0), block, num_blocks)
+    return scattered(pool, (block, last % b), values)
+
+
+def write_layer(
+    k_pool: Float[Array, "N b d"],
+    v_pool: Float[Array, "N b d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    k: Float[Array, "S H d"],
+    v: Float[Array, "S H d"],
+    active: Bool[Array, " S"],
+) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
+    """Write the newest KV of one layer to two plain arrays; see `KVPool.write_newest`."""
+    return (
+        write_newest(k_pool, block_table, context_len, k, active),
+        write_newest(v_pool, block_table, context_len, v, active),
+    )

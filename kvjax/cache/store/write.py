@@ -1,0 +1,203 @@
+"""Writing to the paged cache: prompts, what survives of them, and one KV per head at a time."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, Num
+
+from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, grow, nth_free
+from kvjax.cache.store.pool import scattered
+
+
+def write_prompt(
+    cache: PagedCache,
+    slot: Int32[Array, ""] | int,
+    k: Float[Array, "L T H d"],
+    v: Float[Array, "L T H d"],
+    metric: Float[Array, "L H T"],
+    length: Int32[Array, ""] | int,
+    *,
+    kept_index: Int32[Array, "L H P"] | None = None,
+    kept_len: Int32[Array, "L H"] | None = None,
+    state: Mapping[str, Num[Array, "L H T w"]] | None = None,
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Append consecutive prompt tokens, or only their survivors, to what a slot holds.
+
+    Args:
+        cache: the cache.
+        slot: index of the sequence slot. The tokens take the positions from its `seq_len` on.
+        k: keys of T tokens, rotated at their positions. Tokens from `length` on are padding.
+        v: values of the same tokens.
+        metric: eviction metric of each KV.
+        length: how many of the tokens count (≤ T).
+        kept_index: ascending indices of the tokens whose KVs are written; by default all of them.
+        kept_len: how many entries of `kept_index` count, per head. Needs `kept_index`.
+        state: further numbers of each KV, for the planes of these names that the cache has; 0 in
+            the others.
+
+    Returns:
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice, when
+        there is no such slot, or when `length`, `kept_len` or `kept_index` is not what is said
+        above.
+
+    Raises:
+        ValueError: a shape does not fit the cache.
+    """
+    num_layers, num_tokens, num_heads, _ = k.shape
+    b, n, big_m = cache.block_size, cache.num_blocks, cache.max_blocks
+    heads = (cache.num_layers, cache.num_kv_heads)
+    check_shape("k", k, (heads[0], num_tokens, heads[1], cache.head_dim))
+    check_shape("v", v, k.shape)
+    check_shape("metric", metric, (*heads, num_tokens))
+    length = jnp.asarray(length, jnp.int32)
+    good = (jnp.asarray(slot) >= 0) & (jnp.asarray(slot) < cache.num_slots)
+    good &= (length >= 0) & (length <= num_tokens)
+    everything = kept_index is None and kept_len is None
+    if kept_index is None:
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        kept_index = jnp.broadcast_to(tokens, (num_layers, num_heads, num_tokens))
+    if kept_len is None:
+        kept_len = jnp.full(heads, length, jnp.int32)
+    check_shape("kept_index", kept_index, (*heads, kept_index.shape[-1]))
+    check_shape("kept_len", kept_len, heads)
+    if not everything:
+        good &= _ascends(kept_index, kept_len, length)
+    old_len, start = cache.context_len[slot], cache.seq_len[slot]
+    new_len = old_len + kept_len
+    # More than any head can hold, for what must not be written: a slot out of range would claim
+    # blocks that nobody then owns.
+    new_len = jnp.where(good, new_len, (big_m + 1) * b)
+    cache, table, ok = grow(cache, cache.block_table[slot], old_len, new_len)
+
+    # Planes that nobody gives stay 0, as their blocks came.
+    state = {name: (state or {})[name] for name in cache.state if name in (state or {})}
+    written = {name: cache.state[name] for name in state}
+
+    def write_tokens(pools, layer):
+        kv, numbers = pools
+        k_l, v_l, metric_l, state_l, index, first, count, table_l = layer
+        rank = jnp.arange(index.shape[-1], dtype=jnp.int32)
+        logical = first[:, None] + rank
+        block = jnp.take_along_axis(table_l, jnp.minimum(logical // b, big_m - 1), axis=-1)
+        block = jnp.where(ok & (rank < count[:, None]), block, n)
+        head = jnp.arange(num_heads)[:, None]
+        at = (block, logical % b)
+        rows = (
+            jnp.take_along_axis(metric_l, index, axis=1),
+            start + index,
+            {name: x[head, index] for name, x in state_l.items()},
+        )
+        kv = kv.write(at, k_l[index, head], v_l[index, head])
+        return (kv, jax.tree.map(lambda x, row: scattered(x, at, row), numbers, rows)), None
+
+    (kv, (metrics, position, written)), _ = jax.lax.scan(
+        write_tokens,
+        (cache.kv, (cache.metric, cache.position, written)),
+        (k, v, metric, state, kept_index, old_len, kept_len, table),
+    )
+    return dataclasses.replace(
+        cache,
+        kv=kv,
+        metric=metrics,
+        position=position,
+        state={**cache.state, **written},
+        block_table=cache.block_table.at[slot].set(table),
+        context_len=cache.context_len.at[slot].set(jnp.where(ok, new_len, old_len)),
+        seq_len=cache.seq_len.at[slot].add(jnp.where(ok, length, 0)),
+    ), ok
+
+
+def _ascends(
+    index: Int32[Array, "L H P"], count: Int32[Array, "L H"], length: Int32[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether the first `count` entries of each head ascend from 0 on and stay below `length`."""
+    rank = jnp.arange(index.shape[-1], dtype=jnp.int32)
+    before = jnp.pad(index[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+    good = (index > before) & (index < length)
+    in_range = (count >= 0) & (count <= index.shape[-1])
+    return jnp.all(in_range) & jnp.all(good | (rank >= count[..., None]))
+
+
+def begin_append(
+    cache: PagedCache, active: Bool[Array, " S"]
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Make room for one more KV in every (layer, head) of the active slots.
+
+    The new KV counts at once: its position is the sequence's length, its metric 0, and
+    `context_len` and `seq_len` grow by one. Its key and value are written layer by layer with
+    `KVPool.write_newest`.
+
+    Returns:
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+
+    Raises:
+        ValueError: `active` is not of the cache's slots.
+    """
+    b, n, big_m = cache.block_size, cache.num_blocks, cache.max_blocks
+    check_shape("active", active, cache.seq_len.shape)
+    length = cache.context_len
+    active = active[:, None, None]
+    needs_block = active & (length % b == 0)
+    rank = jnp.cumsum(needs_block.reshape(-1)).reshape(length.shape) - needs_block
+    ok = (jnp.sum(needs_block) <= free_blocks(cache)) & jnp.all(
+        ~needs_block | (length // b < big_m)
+    )
+    ids = jnp.where(ok & needs_block, nth_free(cache.free, rank), n)
+    cache = claim(cache, ids)
+    slot, layer, head = jnp.indices(length.shape, sparse=True)
+    column = jnp.where(ok & needs_block, length // b, big_m)
+    table = cache.block_table.at[slot, layer, head, column].set(ids, mode="drop")
+
+    grows = ok & active
+    block = jnp.take_along_axis(table, jnp.minimum(length // b, big_m - 1)[..., None], -1)[..., 0]
+    block = jnp.where(grows, block, n)
+    position = jnp.broadcast_to(cache.seq_len[:, None, None], length.shape)
+
+    def cleared(plane):
+        return plane.at[block, length % b].set(0, mode="drop")
+
+    return dataclasses.replace(
+        cache,
+        block_table=table,
+        context_len=length + grows,
+        seq_len=cache.seq_len + grows[:, 0, 0],
+        metric=cleared(cache.metric),
+        position=cache.position.at[block, length % b].set(position, mode="drop"),
+        state=jax.tree.map(cleared, cache.state),
+    ), ok
+
+
+def append(
+    cache: PagedCache,
+    k: Float[Array, "L S H d"],
+    v: Float[Array, "L S H d"],
+    active: Bool[Array, " S"],
+) -> tuple[PagedCache, Bool[Array, ""]]:
+    """Append one KV per (layer, head) to every active slot.
+
+    Returns:
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+
+    Raises:
+        ValueError: a shape does not fit the cache.
+    """
+    row = (cache.num_layers, cache.num_slots, cache.num_kv_heads, cache.head_dim)
+    check_shape("k", k, row)
+    check_shape("v", v, row)
+    cache, ok = begin_append(cache, active)
+    # All layers at once: (slot, layer) takes the part of the slot.
+    num_slots, num_layers = cache.context_len.shape[:2]
+
+    def merged(x):
+        return x.reshape(num_slots * num_layers, *x.shape[2:])
+
+    kv = cache.kv.write_newest(
+        merged(cache.block_table),
+        merged(cache.context_len),
+        merged(jnp.swapaxes(k, 0, 1)),
+        merged(jnp.swapaxes(v, 0, 1)),
+        jnp.repeat(active & ok, num_layers),
+    )
+    return dataclasses.replace(cache, kv=kv), ok
