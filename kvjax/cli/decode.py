@@ -30,7 +30,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.command import check_output_file
-from kvjax.cli.models import add_model_options, check_model_options, load_chosen_model
+from kvjax.cli.models import (
+    add_calibration_option,
+    add_model_options,
+    check_model_options,
+    chosen_calibration,
+    load_chosen_model,
+)
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
 
@@ -46,6 +52,8 @@ PROMPT_GRAIN = 256
 """Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
 MOST_PROMPT_BYTES = 1 << 26
 """Far more than any model reads, and far less than /dev/zero has."""
+CALIBRATED, UNCALIBRATED = "predicted-reads", "shared-reads"
+"""Methods where none is chosen: for a model whose calibration is there, and for any other."""
 USUAL_RATE = 8.0
 """Where neither a rate nor a size is asked for."""
 RATE_TOLERANCE = 0.1
@@ -68,7 +76,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("cache")
     cache.add_argument("--rate", type=float, help="compression rate (8, if no size is given)")
     cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs to keep")
-    cache.add_argument("--method", default="shared-reads", help="compression method (%(default)s)")
+    cache.add_argument(
+        "--method",
+        help="compression method (predicted-reads for a model whose calibration is there, "
+        "else shared-reads)",
+    )
+    add_calibration_option(cache)
     cache.add_argument("--window", type=int, help="observation window, in queries")
     cache.add_argument("--protected", type=int, help="newest tokens that are never evicted")
     cache.add_argument("--sinks", type=int, help="oldest tokens that are never evicted")
@@ -304,10 +317,11 @@ def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, Samplin
     from kvjax.engine import SamplingParams
 
     rate = options.rate
-    if rate is None and options.max_cache_tokens is None and options.method != "full":
+    method = UNCALIBRATED if options.method is None else options.method
+    if rate is None and options.max_cache_tokens is None and method != "full":
         rate = USUAL_RATE
     compression = CompressionConfig(
-        method=options.method,
+        method=method,
         rate=rate,
         max_cache_tokens=options.max_cache_tokens,
         window=options.window,
@@ -328,6 +342,15 @@ def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, Samplin
         ignore_eos=options.ignore_eos,
     )
     return compression, sampling
+
+
+def usual_method(options: argparse.Namespace, model: LoadedModel) -> str:
+    """The method where none is chosen: what needs no question, if nothing has to be made for it."""
+    from kvjax.engine.calibrate.shelf import AUTO, NONE, find
+
+    named = options.calibration not in (AUTO, NONE)
+    there = named or (options.calibration == AUTO and find(model) is not None)
+    return CALIBRATED if there else UNCALIBRATED
 
 
 def sizes_of(options: argparse.Namespace, max_len: int | None = None) -> EngineConfig:
@@ -353,13 +376,14 @@ def sizes_of(options: argparse.Namespace, max_len: int | None = None) -> EngineC
 
 
 def make_engine(
-    options: argparse.Namespace, model: LoadedModel, prompt_tokens: int
+    options: argparse.Namespace, model: LoadedModel, prompt_tokens: int, progress: Progress
 ) -> tuple[LLM, SamplingParams]:
     """An engine whose pool holds the prompt and its answer, and how the answer is sampled.
 
     Raises:
         UserError: they are longer than the model's context, or the pool is too small.
     """
+    from kvjax.cache.config import as_method
     from kvjax.engine import LLM, pool_tokens_for
 
     compression, sampling = settings_of(options)
@@ -377,7 +401,8 @@ def make_engine(
             model.config, config, compression, prompt_tokens, sampling.max_tokens
         )
         config = dataclasses.replace(config, pool_tokens=tokens)
-    return LLM(model, compression, config), sampling
+    calibration = chosen_calibration(options, model, [as_method(compression.method)], progress)
+    return LLM(model, compression, config, calibration=calibration), sampling
 
 
 def answer(
@@ -430,7 +455,9 @@ def run(options: argparse.Namespace) -> int:
     model, _ = load_chosen_model(options, progress)
     seconds = {"load": time.perf_counter() - start}
     prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
-    llm, sampling = make_engine(options, model, len(prompt))
+    if options.method is None:
+        options.method = usual_method(options, model)
+    llm, sampling = make_engine(options, model, len(prompt), progress)
     show = Shown(sys.stderr if options.json else sys.stdout)
     output, status = answer(llm, prompt, sampling, show, progress)
     found = llm.metrics.as_dict()

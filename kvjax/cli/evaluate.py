@@ -24,7 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.models import add_model_options, check_model_options, load_chosen_model
+from kvjax.cli.models import (
+    add_calibration_option,
+    add_model_options,
+    check_model_options,
+    chosen_calibration,
+    load_chosen_model,
+)
 from kvjax.cli.progress import Progress, TimeLeft, spell
 from kvjax.cli.rows import (
     add_row_options,
@@ -61,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is compared (lists are separated by commas)")
     what.add_argument("--quick", action="store_true", help="a small run: minutes on a CPU")
     what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
+    add_calibration_option(what)
     what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
     add_row_options(parser, what, usual=USUAL, target_tokens=64)
     what.add_argument(
@@ -127,6 +134,9 @@ def evaluate(
     progress: Progress,
 ) -> int:
     """Load the model, make the rows, run, write the table."""
+    import jax.numpy as jnp
+
+    from kvjax.cache import get_method
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.results import ResultsFile
@@ -140,7 +150,11 @@ def evaluate(
     start = time.perf_counter()
     enable_compilation_cache()
     model, dtype = load_chosen_model(options, progress)
-    evaluator = Evaluator(model, config)
+    named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
+    calibration = chosen_calibration(options, model, named, progress)
+    arrays = {} if calibration is None else calibration.arrays
+    artefacts = {name: jnp.asarray(array) for name, array in arrays.items()}
+    evaluator = Evaluator(model, config, artefacts)
     skipped = Skipped()
     progress("prompts")
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
@@ -150,7 +164,7 @@ def evaluate(
     if options.batch is None:
         longest = max(len(t.prompt) + len(t.target) for _, t in rows)
         config = dataclasses.replace(config, num_slots=slots_for(model, longest))
-        evaluator = Evaluator(model, config)
+        evaluator = Evaluator(model, config, artefacts)
     progress.clear()
     for reason in skipped.reasons:
         print(f"skipped {reason}", file=sys.stderr)
@@ -166,6 +180,8 @@ def evaluate(
         "max_new_tokens": config.max_new_tokens,
         "context_length": evaluator.limit,
     }
+    if calibration is not None:
+        settings["calibration"] = calibration.recipe.get("data", "")
     status = 0
     with ResultsFile(options.out, settings) as file:
         held = len(file.results)

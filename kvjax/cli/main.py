@@ -11,6 +11,7 @@ COMMANDS = {
     "decode": "answer a prompt from a compressed cache, and say what the cache held",
     "evaluate": "compare compression methods on the same prompts",
     "plot": "draw what evaluate has measured",
+    "calibrate": "learn from a model's own repetitions which KVs will be read",
     "throughput": "tokens per second, by compression rate and prompt length",
     "convert": "turn a checkpoint into Orbax, in the dtype that it will run in",
     "fetch": "fetch a model's weights ahead of their first use",

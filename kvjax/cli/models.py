@@ -1,13 +1,17 @@
 """The options that choose a model, for every command that loads one."""
 
 import argparse
+import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvjax import startup
 from kvjax.checks import check_whole
-from kvjax.cli.progress import Progress
+from kvjax.cli.progress import Progress, TimeLeft
 
 if TYPE_CHECKING:
+    from kvjax.cache import Method
+    from kvjax.cache.calibration import Calibration
     from kvjax.models import LoadedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,6 +44,42 @@ def add_model_options(
     parser.add_argument(
         "--context-length", type=int, help="most tokens, instead of the model's own limit"
     )
+
+
+def add_calibration_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that `chosen_calibration` reads."""
+    parser.add_argument(
+        "--calibration",
+        default="auto",
+        metavar="FILE",
+        help="of `kvjax calibrate`, for methods that read one; auto: this package's, or made once "
+        "per model; none (%(default)s)",
+    )
+
+
+def chosen_calibration(
+    options: argparse.Namespace,
+    model: "LoadedModel",
+    methods: "Iterable[Method]",
+    progress: Progress,
+) -> "Calibration | None":
+    """The calibration of the option `--calibration`, where one of the methods reads one.
+
+    Raises:
+        UserError: there is no such file, or it is of another model.
+    """
+    if options.calibration == "auto" and not any(method.calibrated for method in methods):
+        return None
+    from kvjax.engine.calibrate.shelf import find, load
+
+    if options.calibration == "auto" and find(model) is None:
+        progress.clear()
+        print(
+            f"{model.config.name} is calibrated once, on texts of this package "
+            "(--calibration none switches it off)",
+            file=sys.stderr,
+        )
+    return load(options.calibration, model, TimeLeft(progress))
 
 
 def check_model_options(options: argparse.Namespace) -> None:

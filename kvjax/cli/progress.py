@@ -55,7 +55,7 @@ class TimeLeft:
         left = ""
         if done:
             left = f", {spell((now - self._start) / done * (total - done))} left"
-        self._progress(f"{done}/{total} results{left}: {what}")
+        self._progress(f"{done}/{total}{left}: {what}")
 
 
 def spell(seconds: float) -> str:

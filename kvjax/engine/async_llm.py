@@ -199,7 +199,7 @@ class AsyncLLM:
         config: EngineConfig | None = None,
         *,
         cache_dtype: Codec | jax.typing.DTypeLike | None = None,
-        calibration: Calibration | str | os.PathLike[str] | None = None,
+        calibration: Calibration | str | os.PathLike[str] | None = "auto",
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Load the model and plan the memory, which takes as long as it takes.

@@ -18,6 +18,8 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import as_method
 from kvjax.cache.methods import METHODS
 from kvjax.checks import INT32_MAX, check_number, check_text, check_whole, shown
+from kvjax.engine.calibrate.shelf import AUTO
+from kvjax.engine.calibrate.shelf import load as load_calibration
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
@@ -29,7 +31,6 @@ from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
-from kvjax.models.fingerprint import model_hash
 
 RATE_REACHED = 0.9
 """Share of the rate asked for below which a request's own rate is worth a warning."""
@@ -57,7 +58,7 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         cache_dtype: Codec | jax.typing.DTypeLike | None = None,
-        calibration: Calibration | str | os.PathLike[str] | None = None,
+        calibration: Calibration | str | os.PathLike[str] | None = "auto",
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Plan the memory and make an empty cache.
@@ -68,7 +69,9 @@ class LLM:
             config: sizes.
             cache_dtype: what keys and values are stored in, or a codec that stores them (a
                 `kvjax.cache.Codec`); by default the dtype of the weights.
-            calibration: arrays for methods that read them, or the file that holds them.
+            calibration: arrays for methods that read them, or the file that holds them. "auto" uses
+                that of this package or of the user's cache if a method of this engine reads one,
+                and makes it, once per model, where there is none; "none" never does.
             clock: seconds, for statistics.
 
         Raises:
@@ -79,8 +82,10 @@ class LLM:
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
         self.max_len = self.config.max_len or self.model.config.max_position_embeddings
-        methods = (self.compression.method, *self.config.methods)
-        planes = dict.fromkeys(plane for method in methods for plane in as_method(method).planes)
+        methods = [as_method(m) for m in (self.compression.method, *self.config.methods)]
+        planes = dict.fromkeys(plane for method in methods for plane in method.planes)
+        wanted = any(method.calibrated for method in methods)
+        found = load_calibration(calibration, self.model) if wanted or calibration != AUTO else None
         self.plan: MemoryPlan = plan_memory(
             self.model, self.config, self.max_len, cache_dtype, tuple(planes)
         )
@@ -92,21 +97,13 @@ class LLM:
             num_blocks=self.plan.num_blocks,
             max_len=self.max_len,
             eos_ids=sorted(self.model.tokenizer.eos_ids),
-            artefacts=None if calibration is None else self._artefacts(calibration),
+            artefacts={n: jnp.asarray(x) for n, x in found.arrays.items()} if found else None,
         )
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
         self._order = itertools.count()
         self._warned: set[float] = set()
-
-    def _artefacts(self, calibration: Calibration | str | os.PathLike[str]) -> dict[str, jax.Array]:
-        """The arrays of a calibration on the device, if it is of this model."""
-        if not isinstance(calibration, Calibration):
-            calibration = Calibration.load(calibration)
-        model = self.model
-        calibration.check(model_hash(model.config, model.params), model.config.num_layers)
-        return {name: jnp.asarray(array) for name, array in calibration.arrays.items()}
 
     @property
     def dead(self) -> str | None:

@@ -177,6 +177,23 @@ def prefill_in_scratch(
     ), out
 
 
+def chunk_scores(
+    config: ModelConfig,
+    observer: Observer,
+    params: nnx.State,
+    artefacts: Mapping[str, Array],
+    prompt: PromptKV,
+    tokens: Int32[Array, " C"],
+    length: Int32[Array, ""],
+) -> Scores:
+    """What a chunk behind a prompt makes of all KVs, the prompt's first; nothing is kept of it.
+
+    Arguments as of `prefill_in_scratch`; the scores have T + C columns.
+    """
+    before = _InScratch(prompt)
+    return _run(config, observer, params, artefacts, tokens, prompt.length, length, before)[2]
+
+
 def empty_prompt(config: ModelConfig, observer: Observer, room: int, dtype: Any) -> PromptKV:
     """A scratch for a prompt of at most `room` tokens, with none of them in it."""
     heads = (config.num_layers, config.num_kv_heads)
@@ -320,6 +337,9 @@ def _scratch(
     q = abstract(num_tokens, config.num_heads, d, dtype=dtype)
     hidden = abstract(num_tokens, config.hidden_size, dtype=dtype)
     view = LayerView(abstract(), q, keys, abstract(), abstract(), v=keys, hidden=hidden)
+    if observer.needs_log_sum:
+        log_sum = abstract(config.num_heads, num_tokens, dtype=jnp.float32)
+        view = dataclasses.replace(view, log_sum=log_sum)
     if before is not None:
         view = dataclasses.replace(view, position=abstract(heads, held + num_tokens))
     return kv, kv, observer.room(view, artefacts, config.num_layers)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from kvjax.errors import UserError
 from kvjax.extras import check_extra
@@ -72,4 +72,28 @@ def plot_kept(kept: Int[np.ndarray, "L H"], title: str, path: str | Path) -> Non
     figure.legend(
         *bars.get_legend_handles_labels(), loc="outside lower center", fontsize=8, ncols=2
     )
+    save_figure(figure, path)
+
+
+def plot_fit(
+    explained: Float[np.ndarray, "L H"], ranks: Float[np.ndarray, "L H"], path: str | Path
+) -> None:
+    """How well a calibration predicts texts that it was not made from, by layer."""
+    figure = new_figure(7.5, 4.2)
+    axes = figure.subplots()
+    layers = np.arange(len(explained))
+    for values, label, colour in (
+        (ranks, "rank correlation", "#b8705b"),
+        (explained, "R²", "#5b8db8"),
+    ):
+        axes.plot(layers, values.mean(axis=1), "o-", markersize=3, color=colour, label=label)
+        axes.fill_between(
+            layers, values.min(axis=1), values.max(axis=1), color=colour, alpha=0.2, linewidth=0
+        )
+    axes.set_xlabel("layer")
+    axes.set_ylabel("mean over KV heads; shaded: lowest to highest")
+    axes.set_ylim(min(0.0, float(explained.min())), 1)
+    axes.grid(alpha=0.3)
+    axes.set_title("Predicted and true scores of texts held out", fontsize=10)
+    axes.legend(loc="lower left")
     save_figure(figure, path)

@@ -5,6 +5,7 @@ is not here: a cache and kernels, for attention is the caller's (`family.Attend`
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from flax import nnx
 from kvjax.errors import UserError
 from kvjax.models.config import MODELS, ModelConfig, get_model_entry
 from kvjax.models.decoder import forward, init_params, logits
+from kvjax.models.fingerprint import model_hash
 from kvjax.models.hub import resolve_weights
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
 from kvjax.models.weights import load_params
@@ -30,6 +32,11 @@ class LoadedModel:
     tokenizer: Tokenizer
     source: str
     """Where the weights came from; "dummy weights" for random ones."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See `model_hash`; computed once."""
+        return model_hash(self.config, self.params)
 
 
 def stacks_layers(platform: str) -> bool:

@@ -28,7 +28,8 @@ M = P // B
 MODEL = ModelConfig(
     name="stand-in",
     vocab_size=L * H * R * D,
-    hidden_size=16,
+    # What enters attention is taken to be the queries themselves.
+    hidden_size=H * R * D,
     intermediate_size=16,
     num_layers=L,
     num_heads=H * R,

@@ -139,7 +139,7 @@ def test_a_chunk_of_impossible_length_is_refused(held):
         assert_identical(held, after, f"{length} tokens")
 
 
-@pytest.mark.parametrize("name", ["shared-reads", "a2sf", "compactor"])
+@pytest.mark.parametrize("name", ["shared-reads", "a2sf", "compactor", "predicted-reads"])
 def test_parts_of_a_prompt_in_a_scratch(name):
     """Two parts, the second behind the first: nothing is missing and everything is in order."""
     observer = get_method(name).observer

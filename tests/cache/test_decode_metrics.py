@@ -3,6 +3,7 @@
 import dataclasses
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ from tests.cache.stand_in import (
 from tests.oracle import KV
 from tests.oracle.audit import audit
 from tests.oracle.decode import ADDED, GIVEN, decode_step
+from tests.oracle.scores import calibrated
 
 PARAMS = drawn()
+ARTEFACTS = jax.tree.map(jnp.asarray, calibrated(L, H, D))
 LENGTHS = [15, 24, 9]
 NONE = ("kv-compress", "shared-reads", "full")
 """Methods that decode steps do not touch: new KVs have metric 0."""
@@ -46,7 +49,10 @@ def stepper(rule):
     """One compiled step for all methods of one decode rule."""
 
     def step(params, cache, active, observed):
-        return run_step(MODEL, rule, params, cache, jnp.zeros(3, int), active, observed=observed)
+        return run_step(
+            MODEL, rule, params, cache, jnp.zeros(3, int), active,
+            observed=observed, artefacts=ARTEFACTS,
+        )  # fmt: skip
 
     return QUICKLY(step)
 
@@ -65,7 +71,7 @@ def step_of_the_oracle(name, heads, lengths, active, observed) -> np.ndarray:
         rule = name if observed[s] else "full"
         new = new_kv(lengths[s], layer, h)
         heads[s, layer, h], outs[s, layer, h * R : (h + 1) * R] = decode_step(
-            rule, kvs, new, q, layer, h
+            rule, kvs, new, q, layer, h, PARAMS["q"][layer, lengths[s]].reshape(-1)
         )
     for s in range(len(lengths)):
         lengths[s] += int(active[s])

@@ -52,7 +52,9 @@ def observer(name: str):
     def observe(q, k, v, length):
         def one(inputs):
             layer, q, k, v = inputs
-            view = LayerView(layer, q, k, length, jnp.int32(0), v=v)
+            # What enters attention is taken to be the queries themselves.
+            hidden = q.reshape(len(q), -1)
+            view = LayerView(layer, q, k, length, jnp.int32(0), v=v, hidden=hidden)
             return observer.observe(view, ARTEFACTS)
 
         return observer.finish(jax.lax.map(one, (jnp.arange(L), q, k, v)), None, length, T)

@@ -74,7 +74,9 @@ def decoder(rule):
         active, tokens = jnp.array([False, True]), jnp.zeros(2, jnp.int32)
 
         def one(cache, _):
-            cache, scores, ok = decode_one(MODEL, rule, params, cache, tokens, active)
+            cache, scores, ok = decode_one(
+                MODEL, rule, params, cache, tokens, active, artefacts=ARTEFACTS
+            )
             return cache, (scores[1], ok)
 
         cache, (scores, ok) = jax.lax.scan(one, cache, None, length=STEPS)
@@ -126,7 +128,9 @@ def test_admission_decoding_and_compression(name):
             at = LENGTH + step
             new = KV(at, PARAMS["k"][layer, at, h], PARAMS["v"][layer, at, h])
             q = PARAMS["q"][layer, at, h * R : (h + 1) * R]
-            heads[layer, h], out = decode_step(name, kvs, new, q, layer, h)
+            heads[layer, h], out = decode_step(
+                name, kvs, new, q, layer, h, PARAMS["q"][layer, at].reshape(-1)
+            )
             outs.append(out.reshape(-1))
         np.testing.assert_allclose(scores[step], np.concatenate(outs), rtol=1e-4, atol=1e-5)
     for (layer, h), kvs in heads.items():
@@ -179,7 +183,7 @@ def smollm2(smollm2_path):
     )
     model = load_model(weights=smollm2_path)
     shape = model.config
-    arrays = calibrated(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    arrays = calibrated(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.hidden_size)
     calibration = Calibration(arrays, model_hash(shape, model.params))
     return LLM(model, config=config, calibration=calibration)
 

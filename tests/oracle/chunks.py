@@ -15,8 +15,10 @@ import numpy as np
 
 from tests.oracle.attention import softmax
 from tests.oracle.scores import (
+    calibrated,
     compactor_part,
     expected_row,
+    predicted_one,
     random_number,
     unlike_the_mean,
 )
@@ -33,6 +35,8 @@ class Held:
     """Token positions [n]."""
     q: np.ndarray
     """The chunk's queries [r, C, d]."""
+    hidden: np.ndarray
+    """What enters attention, here the chunk's queries of all heads [C, H·r·d]."""
     k: np.ndarray
     v: np.ndarray
     before: np.ndarray
@@ -88,7 +92,8 @@ class Chunk:
                         logits = keys @ query / math.sqrt(d)
                         p[r, i] = softmax(np.where(at <= start + i, logits, -np.inf))
                 mine = np.swapaxes(q[layer, :, h * group : (h + 1) * group], 0, 1)
-                heads[layer, h] = Held(at, mine, keys, values, before, p, p @ values)
+                hidden = q[layer].reshape(length, -1)
+                heads[layer, h] = Held(at, mine, hidden, keys, values, before, p, p @ values)
         return cls(start, length, heads)
 
 
@@ -133,6 +138,16 @@ def snapkv(window: int, width: int, kind: str, *, group_first: bool):
         return rows.mean(axis=0)
 
     return every(score)
+
+
+def predicted(c: Chunk, name: Name, x: Held) -> np.ndarray:
+    """What was predicted of a KV stays; the chunk's own are predicted from what they enter with."""
+    of = calibrated(name[0] + 1, 2, x.k.shape[1])
+    row = x.before.copy()
+    for i in range(c.length):
+        j = len(row) - c.length + i
+        row[j] = predicted_one(of, *name, x.hidden[i], x.k[j], x.v[j], c.start + i)
+    return row
 
 
 def all_queries(power: int = 1, decay: float = 1.0, distance: int = 0):
@@ -240,6 +255,8 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "streaming-llm": every(lambda c, name, x: x.at.astype(float)),
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
+    "predicted-reads": every(predicted),
+    "predicted-reads-blind": every(predicted),
     "keydiff": every(lambda c, name, x: unlike_the_mean(x.k)),
     "expected-attention": every(expected_attention),
     "compactor": compactor,

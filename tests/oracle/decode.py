@@ -5,7 +5,6 @@ Written from the papers' and the authors' rules, by the methods' names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from tests.oracle.attention import attend
 from tests.oracle.kv import KV
-from tests.oracle.scores import random_number
+from tests.oracle.scores import calibrated, predicted_one, random_number
 
 Added = Callable[[np.ndarray, np.ndarray], np.ndarray]
-Given = Callable[[int, int, KV], float]
+Given = Callable[[int, int, KV, np.ndarray], float]
 
 
 def adding(power: int, keep: float = 1.0) -> Added:
@@ -36,17 +35,33 @@ ADDED: dict[str, Added] = {
 """Methods whose metrics change with every step, for all KVs of a head: old metrics [n] and the
 step's attention [r, n] to the new ones."""
 
+
+def predicted_newest(layer: int, head: int, kv: KV, hidden: np.ndarray) -> float:
+    """What is predicted of the KV of a token that was generated."""
+    of = calibrated(layer + 1, 2, len(kv.k))
+    return predicted_one(of, layer, head, hidden, kv.k, kv.v, kv.position)
+
+
 GIVEN: dict[str, Given] = {
-    "streaming-llm": lambda layer, head, kv: float(kv.position),
-    "duo-heads": lambda layer, head, kv: float(kv.position),
-    "random": lambda layer, head, kv: random_number(layer, head, kv.position),
-    "key-norm": lambda layer, head, kv: -math.sqrt(float((kv.k.astype(np.float64) ** 2).sum())),
+    "streaming-llm": lambda layer, head, kv, hidden: float(kv.position),
+    "duo-heads": lambda layer, head, kv, hidden: float(kv.position),
+    "random": lambda layer, head, kv, hidden: random_number(layer, head, kv.position),
+    "key-norm": lambda layer, head, kv, hidden: -float(np.linalg.norm(kv.k.astype(np.float64))),
+    "predicted-reads-blind": predicted_newest,
 }
 """Methods that give each KV its metric when it is written."""
+GIVEN_BESIDE_PLANES: dict[str, Given] = {"predicted-reads": predicted_newest}
+"""Those of them that keep further numbers."""
 
 
 def decode_step(
-    name: str, kvs: list[KV], new: KV, q: np.ndarray, layer: int, head: int
+    name: str,
+    kvs: list[KV],
+    new: KV,
+    q: np.ndarray,
+    layer: int,
+    head: int,
+    hidden: np.ndarray,
 ) -> tuple[list[KV], np.ndarray]:
     """A head's KVs after a step of an observed sequence, and the attention output [r, d].
 
@@ -57,10 +72,12 @@ def decode_step(
         q: the queries of the head's group [r, d].
         layer: index of the layer.
         head: index of the KV head.
+        hidden: what enters the layer's attention.
     """
     base = name.split(":")[-1]
-    if base in GIVEN:
-        new = replace(new, metric=GIVEN[base](layer, head, new))
+    given = {**GIVEN, **GIVEN_BESIDE_PLANES}.get(base)
+    if given is not None:
+        new = replace(new, metric=given(layer, head, new, hidden))
     kvs = [*kvs, new]
     out, p = attend(q, np.array([x.k for x in kvs]), np.array([x.v for x in kvs]))
     if base in ADDED:

@@ -122,14 +122,73 @@ def low_key_norm(p: Prompt) -> Scores:
     }
 
 
-def calibrated(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:
-    """What is measured of a model, not of a prompt: RoPE's frequencies, how much heads are used."""
+def calibrated(layers: int, heads: int, d: int, size: int | None = None) -> dict[str, np.ndarray]:
+    """What is measured of a model, not of a prompt: RoPE's frequencies, how much heads are used,
+    what a hidden state of `size` numbers (all queries of groups of two) tells of later reads."""
     frequency = np.array([10_000 ** (-2 * i / d) for i in range(d // 2)], np.float32)
     used = np.random.default_rng(4).permutation(layers * heads).reshape(layers, heads)
     return {
         "rope_frequency": np.tile(frequency, (layers, 1)),
         "head_budget": (used / 10).astype(np.float32),
+        **_reads(layers, heads, 2 * heads * d if size is None else size),
     }
+
+
+def _reads(layers: int, heads: int, size: int) -> dict[str, np.ndarray]:
+    rngs = [np.random.default_rng((9, layer)) for layer in range(layers)]
+    weight = [rng.standard_normal((size, heads)) / math.sqrt(size) for rng in rngs]
+    # Positions from 50 on count as the 50th.
+    extra = [np.append(rng.uniform(-1, 1, (heads, 4)), [[50]] * heads, axis=1) for rng in rngs]
+    table = [np.sort(rng.uniform(-4, 3, 64))[::-1] for rng in rngs]
+    named = {"reads_weight": weight, "reads_extra": extra, "reads_claim": table}
+    return {name: np.stack(rows).astype(np.float32) for name, rows in named.items()}
+
+
+def predicted(p: Prompt) -> Scores:
+    """The calibrated sum of what enters attention (here the queries), of norms and position."""
+    of = calibrated(p.layers, p.heads, p.k.shape[-1])
+    return {
+        (layer, head): np.array([
+            predicted_one(of, layer, head, p.q[layer, j].reshape(-1), p.k[layer, j, head],
+                          p.v[layer, j, head], j)
+            for j in range(p.length)
+        ])
+        for layer, head in p.names
+    }  # fmt: skip
+
+
+def predicted_one(
+    of: dict[str, np.ndarray],
+    layer: int,
+    head: int,
+    hidden: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    position: int,
+) -> float:
+    """The same of one KV."""
+    norms = [math.log(np.linalg.norm(x.astype(np.float64))) for x in (k, v)]
+    extra = of["reads_extra"][layer, head, :4].astype(np.float64)
+    weight = of["reads_weight"][layer, :, head].astype(np.float64)
+    return float(hidden @ weight + extra @ [*norms, math.log(1 + min(position, 50)), 1])
+
+
+def predicted_or_claimed(p: Prompt) -> Scores:
+    """The prediction, or what the largest attention of the last 16 queries counts as, if more."""
+    table = calibrated(p.layers, p.heads, p.k.shape[-1])["reads_claim"].astype(np.float64)
+    result = {}
+    for (layer, head), row in predicted(p).items():
+        result[layer, head] = row = row.copy()
+        for j in range(p.length):
+            most = max(p.attention[layer][g][-16:, j].max() for g in p.of_group(head))
+            at = -4 * math.log(max(most, 1e-12))
+            low = math.floor(at)
+            if low >= 63:
+                claim = -30.0 if at > 63 else table[layer, 63]
+            else:
+                claim = (low + 1 - at) * table[layer, low] + (at - low) * table[layer, low + 1]
+            row[j] = max(row[j], claim)
+    return result
 
 
 def rotation(position: int, d: int) -> np.ndarray:

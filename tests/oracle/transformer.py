@@ -41,6 +41,7 @@ def forward(
     tokens: np.ndarray,
     positions: np.ndarray,
     dtype: Any = np.float32,
+    entering: list[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Logits [T, V] f32 of one sequence [T] with causal attention, and (q, k, v) of each layer.
 
@@ -50,6 +51,7 @@ def forward(
         tokens: token ids.
         positions: the position of each.
         dtype: of weights and activations.
+        entering: gets what enters each layer's attention, [T, D].
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -80,6 +82,8 @@ def forward(
     for i in range(hf["num_hidden_layers"]):
         name = f"model.layers.{i}."
         h = norm(x, w[name + "input_layernorm.weight"])
+        if entering is not None:
+            entering.append(h)
         q, k, v = (
             linear(h, f"{name}self_attn.{letter}_proj").reshape(count, -1, d) for letter in "qkv"
         )

@@ -24,6 +24,7 @@ from kvjax.cache.methods import (
     kv_compress,
     lazyeviction,
     paged_h2o,
+    predicted_reads,
     pyramidkv,
     r_kv,
     random,
@@ -42,7 +43,7 @@ from kvjax.checks import SHOWN, shown
 from kvjax.errors import UserError
 
 _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compress, wide_pool,
-           shared_reads, paged_h2o)  # fmt: skip
+           predicted_reads, shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
           compactor, duo_heads, r_kv)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}

@@ -1,0 +1,117 @@
+"""Learn from a model's own repetitions which KVs will be read, for the method predicted-reads.
+
+Each text runs through the model, which is then made to repeat it; what it reads while it does (the
+scores of KVzip and KVzap) is predicted from its hidden states by ridge regression. The result is a
+safetensors file for --calibration of the other commands. A run that was stopped goes on where it
+was.
+
+    kvjax calibrate                               # the small model, on the texts of this package
+    kvjax calibrate --weights ./Llama-3.1-8B-Instruct --out llama.safetensors
+    kvjax calibrate --data ./mine --tokens 2048   # a file or a folder of .txt, .md, .jsonl, .gz
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from kvjax.cli.models import add_model_options, check_model_options, load_chosen_model
+from kvjax.cli.progress import Progress, TimeLeft, spell
+from kvjax.errors import UserError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser.add_argument_group("model"))
+    how = parser.add_argument_group("calibration")
+    how.add_argument(
+        "--data", type=Path, nargs="+", metavar="PATH", help="texts (those of this package)"
+    )
+    how.add_argument("--texts", type=int, help="texts at most (all)")
+    how.add_argument(
+        "--tokens", type=int, default=700, help="tokens of each text (default: %(default)s)"
+    )
+    how.add_argument("--out", type=Path, help="file (MODEL.safetensors)")
+    how.add_argument("--plot", type=Path, help="picture of the fit by layer")
+
+
+def run(options: argparse.Namespace) -> int:
+    from kvjax.checks import check_whole
+    from kvjax.engine.calibrate import CalibrationSettings
+
+    settings = CalibrationSettings(
+        tokens=options.tokens, least_tokens=min(64, max(16, options.tokens))
+    )
+    if options.texts is not None:
+        check_whole("--texts", options.texts, 2)
+    if options.plot is not None:
+        from kvjax.eval.plots import check_plots
+
+        check_plots("--plot")
+    check_model_options(options)
+    out = options.out
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {out.absolute().parent}: make it, or choose another")
+    texts = _texts(options)
+    with Progress() as progress:
+        return calibrate(options, settings, texts, progress)
+
+
+def _texts(options: argparse.Namespace) -> list[str]:
+    """The texts that the options name, long ones in pieces."""
+    if options.data is None:
+        from kvjax.engine.calibrate.texts import default_texts
+
+        return default_texts(options.texts)
+    from kvjax.eval.files import read_texts
+
+    texts = []
+    # About four characters a token; what is too much of a piece is cut off later.
+    size = 5 * options.tokens
+    for path in options.data:
+        for text in read_texts(path):
+            pieces = [text[start : start + size] for start in range(0, len(text), size)]
+            # The last piece is short: the one before it has more to say.
+            texts += pieces if len(pieces) == 1 else pieces[:-1]
+    if options.texts is not None and len(texts) > options.texts:
+        # From all of them, evenly.
+        texts = [texts[i * len(texts) // options.texts] for i in range(options.texts)]
+    return texts
+
+
+def calibrate(options, settings, texts: list[str], progress: Progress) -> int:
+    """Load the model, calibrate it, write the file, say how good it is."""
+    from kvjax.engine.calibrate import calibrate as run_all
+    from kvjax.engine.compilation import enable_compilation_cache
+
+    start = time.perf_counter()
+    enable_compilation_cache()
+    model, dtype = load_chosen_model(options, progress)
+    out = options.out or Path(f"{model.config.name}.safetensors")
+    named = "this package's" if options.data is None else ", ".join(p.name for p in options.data)
+    recipe = {"model": model.config.name, "dtype": dtype, "source": named}
+    fit = run_all(
+        model,
+        texts,
+        settings,
+        state=out.with_name(f".{out.name}.state"),
+        recipe=recipe,
+        progress=TimeLeft(progress),
+    )
+    progress.clear()
+    fit.calibration.save(out)
+    print(f"{'layer':>5}  {'R2':>5}  {'rank correlation':>16}   (texts held out, mean over heads)")
+    rows = zip(fit.explained.mean(axis=1), fit.rank_correlation.mean(axis=1))
+    for layer, (good, rank) in enumerate(rows):
+        print(f"{layer:5}  {good:5.2f}  {rank:16.2f}")
+    print(f" mean  {fit.explained.mean():5.2f}  {fit.rank_correlation.mean():16.2f}")
+    if options.plot is not None:
+        from kvjax.eval.plots import plot_fit
+
+        plot_fit(fit.explained, fit.rank_correlation, options.plot)
+        print(options.plot)
+    seconds = time.perf_counter() - start
+    print(
+        f"{fit.texts} texts, {fit.tokens:,} tokens in {spell(seconds)}: {out}",
+        file=sys.stderr,
+    )
+    return 0

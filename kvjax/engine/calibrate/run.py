@@ -1,0 +1,310 @@
+"""A calibration from texts to arrays: teach, add up, fit, check on texts that were held out."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.cache.calibration import Calibration
+from kvjax.cache.methods.kvzip import Repeated
+from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
+from kvjax.checks import check_number, check_whole
+from kvjax.engine.calibrate.fit import (
+    FIRST,
+    Sums,
+    explained,
+    extras_of,
+    rank_correlation,
+    solve,
+    target,
+)
+from kvjax.engine.calibrate.teacher import Lesson, lesson, teacher_artefacts
+from kvjax.engine.repeat import request_tokens
+from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+
+HOLD_OUT = 8
+"""Every so manyth text is not fitted but predicted."""
+SAMPLE = 128
+"""Tokens of each of these whose regressors are kept until the fit is there."""
+MOST_SAMPLED = 24
+"""Texts of which tokens are kept."""
+NEWEST = 8
+"""Last tokens of a text whose claims are not counted: they are protected."""
+SAVE_EVERY = 8
+"""Texts between two states on disk."""
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, how much there is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationSettings:
+    """How a model is calibrated."""
+
+    tokens: int = 700
+    """Tokens of a text that are used; shorter ones count as they are."""
+    least_tokens: int = 64
+    """Texts of fewer tokens are passed over."""
+    ridge: float = 1e-3
+    """Of the fit, times the number of tokens."""
+    claim_share: float = 0.3
+    """Share of a budget that what is read now may claim."""
+
+    def __post_init__(self):
+        check_whole("tokens", self.tokens, 16, 2**20)
+        check_whole("least_tokens", self.least_tokens, 16, self.tokens)
+        check_number("ridge", self.ridge, 0, 1)
+        check_number("claim_share", self.claim_share, 0.01, 0.99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A calibration and how well it predicts texts that it was not made from."""
+
+    calibration: Calibration
+    explained: Float[np.ndarray, "L H"]
+    """R² on the texts held out."""
+    rank_correlation: Float[np.ndarray, "L H"]
+    """Spearman's, between predictions and scores of sampled tokens of these."""
+    texts: int
+    tokens: int
+
+
+def calibrate(
+    model: LoadedModel,
+    texts: Sequence[str],
+    settings: CalibrationSettings = CalibrationSettings(),
+    *,
+    state: str | os.PathLike[str] | None = None,
+    recipe: dict[str, str] | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Fit:
+    """Make the arrays that `predicted-reads` reads.
+
+    Args:
+        model: the model.
+        texts: what it is calibrated on; each is used up to `settings.tokens` tokens.
+        settings: how.
+        state: a file that keeps what is done; a run that was stopped goes on from it, and it is
+            removed at the end.
+        recipe: what to write into the calibration beside its settings.
+        progress: called before each text.
+
+    Raises:
+        UserError: fewer than two texts are long enough; the fit predicts no better than a constant;
+            the state cannot be written.
+    """
+    prompts = list(_prompts(model, texts, settings))
+    if len(prompts) < 2:
+        raise UserError(
+            f"{len(prompts)} of {len(texts)} texts have {settings.least_tokens} tokens or more: "
+            "give at least 2, better 30"
+        )
+    digest = hashlib.sha256()
+    for ids in prompts:
+        digest.update(ids.tobytes() + b"/")
+    own_hash = model.fingerprint
+    made_of = {
+        **{name: str(value) for name, value in dataclasses.asdict(settings).items()},
+        "data": digest.hexdigest()[:16],
+        "texts": str(len(prompts)),
+    }
+    key = json.dumps([own_hash, made_of])
+    kept = None if state is None else Path(state)
+    learned = _Learned.load(kept, key) or _Learned.empty(model)
+    teach = _teacher(model, settings)
+    for number in range(learned.done, len(prompts)):
+        progress("calibrating", number, len(prompts))
+        learned.add(number, jax.device_get(teach(prompts[number])), len(prompts[number]))
+        if kept is not None and learned.done % SAVE_EVERY == 0:
+            learned.save(kept, key)
+    progress("fitting", len(prompts), len(prompts))
+    fit = _fitted(model, learned, settings, own_hash, {**(recipe or {}), **made_of})
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    return fit
+
+
+def _prompts(
+    model: LoadedModel, texts: Sequence[str], settings: CalibrationSettings
+) -> Iterator[np.ndarray]:
+    """The tokens of each text that is long enough, as a user's turn opens."""
+    mark = "\u2045text\u2046"
+    head = model.tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)[0]
+    for text in texts:
+        # No token is longer than this on average.
+        ids = model.tokenizer.encode(head + text[: 16 * settings.tokens])[: settings.tokens]
+        if len(ids) >= settings.least_tokens:
+            yield np.asarray(ids, np.int32)
+
+
+def _teacher(model: LoadedModel, settings: CalibrationSettings) -> Callable[[np.ndarray], Lesson]:
+    request = request_tokens(model.tokenizer)
+    scorer = Repeated(first=len(request), plus=True)
+    step = jax.jit(lesson, static_argnums=(0, 1))
+    artefacts = teacher_artefacts(model.config, model.params)
+    room = -(-settings.tokens // 64) * 64
+    room_again = -(-(settings.tokens + len(request)) // 64) * 64
+
+    def padded(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+        return np.pad(np.asarray(ids, np.int32), (0, size - len(ids)))
+
+    def teach(ids: np.ndarray) -> Lesson:
+        again = np.concatenate([np.asarray(request, np.int32), ids])
+        return step(
+            model.config, scorer, model.params, artefacts,
+            padded(ids, room), np.int32(len(ids)), padded(again, room_again), np.int32(len(again)),
+        )  # fmt: skip
+
+    return teach
+
+
+@dataclasses.dataclass
+class _Learned:
+    """What is known after some texts."""
+
+    fitted: Sums
+    held_out: Sums
+    reads: np.ndarray
+    """How many KVs have a claim of at least each level, and how many there were."""
+    samples: list[dict[str, np.ndarray]]
+    done: int = 0
+
+    @classmethod
+    def empty(cls, model: LoadedModel) -> "_Learned":
+        config = model.config
+        sizes = (config.num_layers, config.num_kv_heads, config.hidden_size)
+        return cls(Sums.zeros(*sizes), Sums.zeros(*sizes), np.zeros(CLAIM_LEVELS + 1), [])
+
+    def add(self, number: int, of: Lesson, length: int) -> None:
+        hidden = np.asarray(of.hidden)[:, :length]
+        k, v, score, claim = (np.asarray(x)[..., :length] for x in (
+            of.k_norm, of.v_norm, of.score, of.claim,
+        ))  # fmt: skip
+        # The second one too where there are few.
+        held = number % HOLD_OUT == 1
+        (self.held_out if held else self.fitted).add(hidden, k, v, score)
+        claim = claim[..., FIRST : max(FIRST, length - NEWEST)]
+        self.reads[:-1] += [np.sum(claim >= level) for level in claim_levels()]
+        self.reads[-1] += claim.size
+        if held and len(self.samples) < MOST_SAMPLED:
+            at = np.linspace(FIRST, length - 1, min(SAMPLE, length - FIRST)).astype(int)
+            self.samples.append({
+                "hidden": hidden[:, at].astype(np.float32),
+                "extra": extras_of(k, v)[:, :, at].astype(np.float32),
+                "target": target(score)[..., at].astype(np.float32),
+            })  # fmt: skip
+        self.done = number + 1
+
+    def save(self, path: Path, key: str) -> None:
+        """Write all of it, whole or not at all."""
+        arrays: dict[str, Any] = {"key": np.array(key), "done": self.done, "reads": self.reads}
+        for name in ("fitted", "held_out"):
+            for part, value in vars(getattr(self, name)).items():
+                arrays[f"{name}/{part}"] = value
+        for number, sample in enumerate(self.samples):
+            arrays |= {f"sample/{number}/{part}": value for part, value in sample.items()}
+        part = path.with_name(path.name + ".writing")
+        try:
+            with open(part, "wb") as file:
+                np.savez(file, **arrays)
+            os.replace(part, path)
+        except OSError as error:
+            raise UserError(f"calibration state {path}: {error.strerror or error}") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path | None, key: str) -> "_Learned | None":
+        """What stands in a file of the same model, texts and settings; None without one."""
+        if path is None or not path.is_file():
+            return None
+        try:
+            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            if str(arrays["key"]) != key:
+                return None
+            sums = []
+            for name in ("fitted", "held_out"):
+                parts = {p.name: arrays[f"{name}/{p.name}"] for p in dataclasses.fields(Sums)}
+                sums.append(Sums(**{**parts, "count": int(parts["count"])}))
+            samples: dict[int, dict[str, np.ndarray]] = {}
+            for name, value in arrays.items():
+                if name.startswith("sample/"):
+                    _, number, part = name.split("/")
+                    samples.setdefault(int(number), {})[part] = value
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            return None
+        fitted, held_out = sums
+        every = list(samples.values())
+        return cls(fitted, held_out, arrays["reads"], every, int(arrays["done"]))
+
+
+def claim_levels() -> Float[np.ndarray, " Q"]:
+    """The attentions that claims are tabled for, descending from 1."""
+    return np.exp(-np.arange(CLAIM_LEVELS) / 4)
+
+
+def claim_table(
+    share: Float[np.ndarray, " Q"], predictions: Float[np.ndarray, " N"], of_budget: float
+) -> Float[np.ndarray, " Q"]:
+    """The prediction that each of `claim_levels` counts as.
+
+    Two lists on one budget: a KV stays if its rank by prediction is within 1 − s of the budget, or
+    its rank by what is read now within s of it. So the n-th of the second list stands where the
+    n (1 − s) / s-th of the first does.
+
+    Args:
+        share: of all KVs, those with at least this claim.
+        predictions: of KVs of the same texts.
+        of_budget: s.
+    """
+    at = share * (1 - of_budget) / of_budget
+    ordered = np.sort(predictions)[::-1]
+    found = ordered[np.minimum(at * len(ordered), len(ordered) - 1).astype(int)]
+    return np.where(at >= 1, LEAST, found).astype(np.float32)
+
+
+def _fitted(
+    model: LoadedModel,
+    learned: _Learned,
+    settings: CalibrationSettings,
+    own_hash: str,
+    recipe: dict[str, str],
+) -> Fit:
+    weight, extra = solve(learned.fitted, settings.ridge)
+    good = explained(learned.held_out, weight, extra)
+    if not np.isfinite(good).all() or good.mean() <= 0:
+        raise UserError(
+            f"on texts that were held out the fit explains {good.mean():.2f} of the variance, no "
+            "more than a constant does; nothing is written: give more and longer texts"
+        )
+    found = [
+        np.einsum("ltd,ldh->lht", s["hidden"], weight)
+        + np.einsum("lhte,lhe->lht", s["extra"], extra)
+        for s in learned.samples
+    ]
+    ranks = rank_correlation(
+        np.concatenate(found, axis=-1),
+        np.concatenate([s["target"] for s in learned.samples], axis=-1),
+    )
+    share = learned.reads[:-1] / max(learned.reads[-1], 1)
+    flat = np.concatenate([x.ravel() for x in found])
+    table = claim_table(share, flat, settings.claim_share)
+    arrays = {
+        WEIGHT: weight,
+        EXTRA: np.concatenate([extra, np.full_like(extra[..., :1], settings.tokens - 1)], axis=-1),
+        CLAIM: np.tile(table, (model.config.num_layers, 1)),
+    }
+    fit = Calibration(arrays, own_hash, recipe)
+    tokens = learned.fitted.count + learned.held_out.count
+    return Fit(fit, good, ranks, learned.done, tokens)

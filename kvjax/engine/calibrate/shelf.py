@@ -1,0 +1,83 @@
+"""Where calibrations are: with this package, in the user's cache, or made at first use."""
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from kvjax.cache.calibration import Calibration
+from kvjax.engine.calibrate.run import CalibrationSettings, Progress, calibrate
+from kvjax.engine.calibrate.texts import QUICK, default_texts
+from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+from kvjax.models.hub import user_cache_dir
+
+AUTO, NONE = "auto", "none"
+
+
+def shipped() -> list[Path]:
+    """The calibrations that come with this package."""
+    folder = Path(str(resources.files("kvjax.engine.calibrate"))) / "shipped"
+    return sorted(folder.glob("*.safetensors"))
+
+
+def shelved(own_hash: str) -> Path:
+    """Where a calibration of a model is kept once it was made."""
+    return user_cache_dir() / "calibrations" / f"{own_hash}.safetensors"
+
+
+def find(model: LoadedModel) -> Calibration | None:
+    """The calibration of a model that is there already."""
+    own_hash = model.fingerprint
+    for path in (*shipped(), shelved(own_hash)):
+        if path.is_file():
+            try:
+                found = Calibration.load(path)
+                if found.model_hash == own_hash:
+                    found.check(own_hash, model.config.num_layers)
+                    return found
+            except UserError:
+                # A damaged file of the cache is made anew.
+                continue
+    return None
+
+
+def find_or_make(
+    model: LoadedModel, progress: Progress = lambda what, done, total: None
+) -> Calibration:
+    """The calibration of a model; without one it is made and kept in the user's cache.
+
+    Raises:
+        UserError: as `calibrate` says.
+    """
+    found = find(model)
+    if found is not None:
+        return found
+    settings = CalibrationSettings(tokens=min(600, model.config.max_position_embeddings // 3))
+    fit = calibrate(model, default_texts(QUICK), settings, progress=progress)
+    path = shelved(fit.calibration.model_hash)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fit.calibration.save(path)
+    except (OSError, UserError):
+        # It is made again next time: slower, and nothing worse.
+        pass
+    return fit.calibration
+
+
+def load(
+    choice: str | os.PathLike[str] | Calibration | None,
+    model: LoadedModel,
+    progress: Progress = lambda what, done, total: None,
+) -> Calibration | None:
+    """The calibration that a choice names: `auto`, `none`, a file, or itself.
+
+    Raises:
+        UserError: there is no such file, or it is of another model.
+    """
+    if choice is None or choice == NONE:
+        return None
+    if choice == AUTO:
+        return find_or_make(model, progress)
+    found = choice if isinstance(choice, Calibration) else Calibration.load(choice)
+    found.check(model.fingerprint, model.config.num_layers)
+    return found

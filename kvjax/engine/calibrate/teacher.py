@@ -1,0 +1,84 @@
+"""What the teacher says of a text: KVzip's scores of every KV, and what a fit may look at."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from kvjax.cache.methods.kvzip import OUTPUT_GRAM, Repeated, output_grams
+from kvjax.cache.methods.predicted_reads import CLAIM_WINDOW, largest_read
+from kvjax.cache.policy import LayerView, Scores
+from kvjax.engine.prefill import PromptKV
+from kvjax.engine.repeat import repeat
+from kvjax.kernels import prefill_attention
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import forward, is_stacked
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """A text of T tokens as the model saw it, and the teacher's scores."""
+
+    hidden: Float[Array, "L T D"]
+    """What enters each layer's attention block."""
+    k_norm: Float[Array, "L H T"]
+    v_norm: Float[Array, "L H T"]
+    score: Float[Array, "L H T"]
+    """KVzip's with the weight of what is changed ("+"), not its logarithm."""
+    claim: Float[Array, "L H T"]
+    """The largest attention of the text's last queries."""
+
+
+def teacher_artefacts(config: ModelConfig, params: nnx.State) -> dict[str, Array]:
+    """The arrays that `lesson` reads beside the parameters."""
+    layers: Any = params["layers"]
+    if is_stacked(params):
+        out = layers["out"][...]
+    else:
+        out = jnp.stack([layers[i]["out"][...] for i in range(config.num_layers)])
+    return {OUTPUT_GRAM: output_grams(out)}
+
+
+def lesson(
+    config: ModelConfig,
+    scorer: Repeated,
+    params: nnx.State,
+    artefacts: Mapping[str, Array],
+    tokens: Int32[Array, " T"],
+    length: Int32[Array, ""],
+    again: Int32[Array, " C"],
+    again_length: Int32[Array, ""],
+) -> Lesson:
+    """One text of a calibration.
+
+    Args:
+        config: the model (static).
+        scorer: the teacher (static).
+        params: the model's parameters.
+        artefacts: `teacher_artefacts`.
+        tokens: the text, padded at the end.
+        length: its tokens.
+        again: the request to repeat it and the text, padded at the end.
+        again_length: its tokens.
+    """
+
+    def attend(carry, layer, q, k, v, hidden):
+        out = prefill_attention(q[0], k[0], v[0])
+        claim = largest_read(LayerView(layer, q[0], k[0], length, jnp.int32(0)), CLAIM_WINDOW)
+        return carry, out[None], (k[0], v[0], hidden[0], claim)
+
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    _, _, (k, v, hidden, claim) = forward(config, params, tokens[None], positions[None], attend, ())
+    prompt = PromptKV(k, v, Scores(jnp.zeros((k.shape[0], k.shape[2], k.shape[1]))), length)
+    score = repeat(config, scorer, params, artefacts, prompt, again, again_length)
+
+    def norm(x: Array) -> Array:
+        return jnp.swapaxes(jnp.linalg.norm(x.astype(jnp.float32), axis=-1), 1, 2)
+
+    return Lesson(hidden, norm(k), norm(v), score, claim)

@@ -1,0 +1,104 @@
+"""`kvjax calibrate`: its file, its table, its picture, and what it refuses."""
+
+import argparse
+import functools
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.cache.calibration import Calibration
+from kvjax.cli import main_of
+from kvjax.cli.main import run_command
+from kvjax.engine.calibrate.generated import generated_text
+
+CALIBRATE = functools.partial(run_command, "calibrate")
+DECODE = functools.partial(run_command, "decode")
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(3):
+        text = generated_text(number, lines=40)
+        (folder / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    return folder
+
+
+def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
+    out, plot = tmp_path / "own.safetensors", tmp_path / "fit.png"
+    command = ["--weights", str(tiny_folder), "--data", str(data), "--tokens", "96"]
+    command += ["--texts", "6", "--out", str(out), "--plot", str(plot)]
+    assert main_of(CALIBRATE, command) == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0].split()[:2] == ["layer", "R2"]
+    assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "mean"]
+    assert "6 texts, 552 tokens" in said.err
+    found = Calibration.load(out)
+    assert found.recipe["source"] == "texts"
+    assert found.recipe["tokens"] == "96"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    # Neither its state nor anything half written stays.
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "own.safetensors", "texts"]
+    # And the other commands take it.
+    prompt = "once upon a time " * 20
+    decode = ["--weights", str(tiny_folder), "--prompt", prompt, "--json"]
+    decode += ["--max-cache-tokens", "64", "--max-new-tokens", "3", "--calibration", str(out)]
+    capsys.readouterr()
+    assert main_of(DECODE, decode) == 0
+    assert json.loads(capsys.readouterr().out)["method"] == "predicted-reads"
+    # Of this model none is at hand, and none is made unless it is asked for.
+    for choice in ("auto", "none"):
+        assert main_of(DECODE, [*decode[:-1], choice]) == 0
+        assert json.loads(capsys.readouterr().out)["method"] == "shared-reads"
+    assert main_of(DECODE, [*decode[:-1], "none", "--method", "predicted-reads"]) == 2
+    assert "reads the calibrated array" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "holds no text"),
+        (b"\xff\xfe\x00binary\x9c", "is not UTF-8"),
+        (b"too short", "0 of 1 texts have 64 tokens or more"),
+    ],
+    ids=["empty", "binary", "short"],
+)
+def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content, said):
+    (tmp_path / "text.txt").write_bytes(content)
+    out = tmp_path / "out.safetensors"
+    command = ["--weights", str(tiny_folder), "--data", str(tmp_path / "text.txt")]
+    assert main_of(CALIBRATE, [*command, "--out", str(out)]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tokens", "3"], "tokens"),
+        (["--texts", "1"], "--texts"),
+        (["--out", "/nowhere/at/all/x"], "there is no folder /nowhere/at/all"),
+        (["--data", "/nowhere"], "there is no /nowhere"),
+    ],
+)
+def test_options_are_refused_before_a_model_is_loaded(capsys, options, said):
+    assert main_of(CALIBRATE, ["--weights", "/no/weights", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_long_texts_are_cut_into_pieces(data, monkeypatch):
+    from kvjax.cli import calibrate as module
+
+    options = argparse.Namespace(data=[data], tokens=50, texts=None)
+    pieces = module._texts(options)
+    assert {len(piece) for piece in pieces} == {250}
+    options.texts = 4
+    few = module._texts(options)
+    assert len(few) == 4
+    assert few == [pieces[i * len(pieces) // 4] for i in range(4)]
+    assert np.all([piece in pieces for piece in few])

@@ -1,0 +1,339 @@
+"""Calibration: the teacher against NumPy, the fit against least squares, files and failures."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams
+from kvjax.cache.calibration import Calibration
+from kvjax.cache.methods.kvzip import Repeated
+from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
+from kvjax.engine.calibrate import CalibrationSettings, calibrate, run, shelf
+from kvjax.engine.calibrate.fit import (
+    FIRST,
+    Sums,
+    explained,
+    extras_of,
+    rank_correlation,
+    solve,
+    target,
+)
+from kvjax.engine.calibrate.generated import KINDS, generated_text, planted
+from kvjax.engine.calibrate.teacher import Lesson, lesson, teacher_artefacts
+from kvjax.engine.calibrate.texts import GENERATED, default_texts
+from kvjax.engine.repeat import repetitions, request_tokens
+from kvjax.errors import UserError
+from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
+from kvjax.models import load_model
+from tests.oracle.repetition import repetition_scores
+from tests.tiny import write_tiny
+
+SETTINGS = CalibrationSettings(tokens=96, least_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(weights=str(folder), dtype="float32")
+
+
+TEXTS = [generated_text(i, lines=8) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def fit(model):
+    return calibrate(model, TEXTS, SETTINGS, recipe={"source": "made up"})
+
+
+@pytest.mark.parametrize("plus", [False, True], ids=["kvzip", "kvzip-plus"])
+def test_the_teacher_scores_as_published(model, folder, plus):
+    hf = json.loads((folder / "config.json").read_text())
+    config = model.config
+    hf |= {"rope_theta": config.rope_theta, "rms_norm_eps": config.rms_norm_eps}
+    hf["tie_word_embeddings"] = config.tie_word_embeddings
+    rng = np.random.default_rng(2)
+    text, request = rng.integers(0, 256, 37), rng.integers(0, 256, 5)
+    expected = repetition_scores(hf, load_file(folder / "model.safetensors"), text, request)
+    again = np.concatenate([request, text])
+    found = jax.jit(lesson, static_argnums=(0, 1))(
+        model.config,
+        Repeated(first=len(request), plus=plus),
+        model.params,
+        teacher_artefacts(model.config, model.params),
+        np.pad(text, (0, 11)).astype(np.int32),
+        np.int32(len(text)),
+        # More than is scored at once, most of it padding.
+        np.pad(again, (0, 300 - len(again))).astype(np.int32),
+        np.int32(len(again)),
+    )
+    score = np.asarray(found.score)[..., : len(text)]
+    np.testing.assert_allclose(score, expected[int(plus)], rtol=2e-4, atol=1e-7)
+    assert not np.asarray(found.score)[..., len(text) :].any()
+
+
+def test_what_asks_for_a_repetition_opens_a_turn(model):
+    request = request_tokens(model.tokenizer)
+    assert "Repeat the previous context exactly." in model.tokenizer.decode(request)
+    parts = repetitions(request, np.arange(50, 91, dtype=np.int32), size=20)
+    assert [len(part) - len(request) for part in parts] == [14, 14, 13]
+    assert np.concatenate([part[len(request) :] for part in parts]).tolist() == [*range(50, 91)]
+    assert all(part[: len(request)].tolist() == request for part in parts)
+
+
+def drawn(rng, tokens: int = 60, layers: int = 2, heads: int = 2, size: int = 5):
+    hidden = rng.standard_normal((layers, tokens, size)).astype(np.float32)
+    k, v = rng.uniform(0.5, 2, (2, layers, heads, tokens)).astype(np.float32)
+    return hidden, k, v, np.exp(rng.standard_normal((layers, heads, tokens)) * 3).astype(np.float32)
+
+
+def test_the_fit_is_that_of_least_squares():
+    rng = np.random.default_rng(4)
+    texts = [drawn(rng) for _ in range(3)]
+    sums = Sums.zeros(2, 2, 5)
+    for text in texts:
+        sums.add(*text)
+    assert sums.count == 3 * (60 - FIRST)
+    weight, extra = solve(sums, 0.0)
+    good = explained(sums, weight, extra)
+    for layer, head in np.ndindex(2, 2):
+        columns = [
+            np.concatenate(
+                [h[layer, FIRST:], extras_of(k, v)[layer, head, FIRST:]], axis=1, dtype=np.float64
+            )
+            for h, k, v, _ in texts
+        ]
+        x = np.concatenate(columns)
+        y = np.concatenate([target(score)[layer, head, FIRST:] for *_, score in texts])
+        expected, *_ = np.linalg.lstsq(x, y, rcond=None)
+        mine = np.concatenate([weight[layer, :, head], extra[layer, head]])
+        np.testing.assert_allclose(mine, expected, rtol=1e-3, atol=1e-4)
+        left = np.sum((y - x @ mine) ** 2) / np.sum((y - y.mean()) ** 2)
+        np.testing.assert_allclose(good[layer, head], 1 - left, atol=1e-4)
+
+
+def test_a_ridge_draws_weights_to_nought_but_not_the_constant():
+    rng = np.random.default_rng(5)
+    sums = Sums.zeros(2, 2, 5)
+    hidden, k, v, score = drawn(rng)
+    sums.add(hidden, k, v, score * np.float32(np.exp(7)))
+    weight, extra = solve(sums, 1e4)
+    assert np.abs(weight).max() < 1e-2
+    mean = target(score * np.float32(np.exp(7)))[..., FIRST:].mean(axis=-1)
+    np.testing.assert_allclose(extra[..., 3], mean, rtol=0.05)
+
+
+def test_rank_correlation_is_spearmans():
+    rng = np.random.default_rng(6)
+    true = rng.standard_normal((1, 2, 40))
+    assert rank_correlation(np.exp(true), true) == pytest.approx(1)
+    assert rank_correlation(-true, true) == pytest.approx(-1)
+    other = rng.standard_normal((1, 2, 40))
+    ranks = [[sorted(row).index(x) for x in row] for row in (other[0, 1], true[0, 1])]
+    expected = np.corrcoef(ranks).ravel().tolist()[1]
+    assert rank_correlation(other, true).item(1) == pytest.approx(expected)
+
+
+def test_a_claim_counts_as_the_prediction_that_is_as_rare():
+    predictions = np.arange(100.0)
+    share = np.zeros(CLAIM_LEVELS)
+    share[1], share[2:] = 0.1, 0.6
+    share[3:] = 1.0
+    table = run.claim_table(share, predictions, 0.5)
+    # None is as large as the first level: above all; a tenth: the tenth from the top.
+    assert table[:3].tolist() == [99.0, 89.0, 39.0]
+    assert (table[3:] == LEAST).all()
+    # With a fifth of the budget, a tenth of the claims stands where two fifths of the rest do.
+    assert run.claim_table(share, predictions, 0.2)[1] == 59.0
+
+
+def test_a_calibration_says_what_it_is_and_how_good(fit, model):
+    arrays = fit.calibration.arrays
+    config = model.config
+    assert arrays[WEIGHT].shape == (config.num_layers, config.hidden_size, config.num_kv_heads)
+    assert arrays[EXTRA].shape == (config.num_layers, config.num_kv_heads, 5)
+    assert (arrays[EXTRA][..., 4] == 95).all()
+    assert arrays[CLAIM].shape == (config.num_layers, CLAIM_LEVELS)
+    assert (np.diff(arrays[CLAIM][0]) <= 0).all()
+    assert fit.texts == 12
+    assert fit.explained.shape == fit.rank_correlation.shape == (2, 2)
+    assert 0 < fit.explained.mean() < 1
+    assert fit.rank_correlation.mean() > 0.2
+    recipe = fit.calibration.recipe
+    assert (recipe["source"], recipe["texts"], recipe["tokens"]) == ("made up", "12", "96")
+
+
+def test_a_run_that_was_stopped_goes_on(model, fit, tmp_path):
+    state = tmp_path / "state"
+    seen = []
+
+    def stop(what, done, total):
+        seen.append((what, done))
+        if done == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, TEXTS, SETTINGS, state=state, progress=stop)
+    assert state.is_file()
+    again = []
+    found = calibrate(
+        model, TEXTS, SETTINGS, state=state, recipe={"source": "made up"},
+        progress=lambda what, done, total: again.append((what, done, total)),
+    )  # fmt: skip
+    assert again[0] == ("calibrating", 8, 12)
+    assert again[-1] == ("fitting", 12, 12)
+    assert not state.exists()
+    assert found.calibration.recipe == fit.calibration.recipe
+    for name, array in fit.calibration.arrays.items():
+        np.testing.assert_array_equal(found.calibration.arrays[name], array)
+    np.testing.assert_array_equal(found.rank_correlation, fit.rank_correlation)
+
+
+@pytest.mark.parametrize("how", ["noise", "other texts"])
+def test_a_state_that_does_not_fit_is_passed_over(model, tmp_path, how):
+    state = tmp_path / "state"
+    if how == "noise":
+        state.write_bytes(b"PK\x03\x04 no state at all")
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, TEXTS, SETTINGS, state=state, progress=_stop_at(8))
+    seen = []
+    texts = TEXTS[::-1] if how == "other texts" else TEXTS
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, texts, SETTINGS, state=state, progress=_stop_at(1, seen))
+    assert seen[0] == 0
+
+
+def _stop_at(number, seen=None):
+    def stop(what, done, total):
+        if seen is not None:
+            seen.append(done)
+        if done == number:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_texts_that_are_too_few_or_short_are_refused(model):
+    with pytest.raises(UserError, match=r"^1 of 3 texts have 32 tokens or more: give at least 2"):
+        calibrate(model, ["", "short", TEXTS[0]], SETTINGS)
+
+
+def test_a_fit_that_is_no_better_than_a_constant_is_none(model, monkeypatch):
+    def noise(model, settings):
+        rng = np.random.default_rng(1)
+
+        def teach(ids):
+            shape = (2, 2, 96)
+            hidden = rng.standard_normal((2, 96, 32)).astype(np.float32)
+            one = jnp.ones(shape)
+            score = jnp.exp(jnp.asarray(rng.standard_normal(shape)))
+            return Lesson(jnp.asarray(hidden), one, one, score, one / 2)
+
+        return teach
+
+    monkeypatch.setattr(run, "_teacher", noise)
+    with pytest.raises(UserError, match="no more than a constant does; nothing is written"):
+        calibrate(model, TEXTS, SETTINGS)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"ridge": float("nan")},
+                                   {"least_tokens": 800}, {"claim_share": 1}])  # fmt: skip
+def test_settings_out_of_range_are_refused_in_one_line(wrong):
+    with pytest.raises(UserError) as caught:
+        CalibrationSettings(**wrong)
+    assert next(iter(wrong)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_made_up_texts_share_nothing_with_the_evaluation():
+    texts = default_texts()
+    assert len(texts) == 96
+    assert len(set(texts)) == len(texts)
+    assert default_texts(10) == texts[:10]
+    assert generated_text(3) == generated_text(3) != generated_text(3 + len(KINDS))
+    everything = "\n".join(texts)
+    for split in ("dev", "test"):
+        for wording in (*NEEDLES[split], *PASSKEYS[split], *FACTS[split]):
+            for part in wording[0].split("{v}"):
+                assert len(part) < 12 or part not in everything
+    # Books may well speak of willows.
+    made = [generated_text(i) for i in range(GENERATED)]
+    assert not [key for key in KEYS if f" {key} " in "\n".join(made)]
+    plain = "One. Two. Three. Four. Five."
+    assert planted(plain, 1) != planted(plain, 2)
+    assert len(planted(plain, 1).split(". ")) >= 9
+
+
+def test_calibrations_are_found_made_and_kept(model, fit, monkeypatch, tmp_path):
+    monkeypatch.setattr(shelf, "user_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(shelf, "QUICK", 4)
+    assert shelf.find(model) is None
+    assert shelf.load("none", model) is None
+    made = shelf.find_or_make(model)
+    kept = shelf.shelved(made.model_hash)
+    assert kept.is_file()
+    monkeypatch.setattr(shelf, "calibrate", lambda *args, **kwargs: pytest.fail("made twice"))
+    found = shelf.load("auto", model)
+    assert found is not None
+    np.testing.assert_array_equal(found.arrays[WEIGHT], made.arrays[WEIGHT])
+    kept.write_bytes(kept.read_bytes()[:100])
+    assert shelf.find(model) is None
+    other = dataclasses.replace(fit.calibration, model_hash="0" * 16)
+    with pytest.raises(UserError, match="the calibration is of model"):
+        shelf.load(other, model)
+    assert shelf.load(fit.calibration, model) is fit.calibration
+
+
+def test_what_ships_is_a_calibration_of_its_model():
+    assert [path.stem for path in shelf.shipped()] == ["smollm2-135m"]
+    for path in shelf.shipped():
+        found = Calibration.load(path)
+        assert {WEIGHT, EXTRA, CLAIM} <= set(found.arrays)
+        assert found.recipe["source"] == "this package's"
+        assert path.stat().st_size < 500_000
+        assert all(jnp.isfinite(jnp.asarray(x)).all() for x in found.arrays.values())
+
+
+def test_a_method_that_is_calibrated_runs_in_an_engine(model, fit):
+    compression = CompressionConfig(method="predicted-reads", max_cache_tokens=48)
+    config = EngineConfig(max_batch=2, max_len=512, pool_tokens=1024, prefill_chunk=256)
+    llm = LLM(model, compression, config, calibration=fit.calibration)
+    llm.add_request(np.arange(150), SamplingParams(max_tokens=30, ignore_eos=True))
+    while not (llm.scheduler.running and len(llm.scheduler.running[0].tokens) >= 3):
+        llm.step()
+    slot = llm.scheduler.running[0].slot
+    cache = llm.worker.cache
+    held = np.asarray(cache.context_len[slot])
+    grown = len(llm.scheduler.running[0].tokens)
+    assert 48 * 2 < held.sum() <= (48 + grown) * 4
+    table, at = np.asarray(cache.block_table[slot]), np.asarray(cache.position)
+    metric, claim = np.asarray(cache.metric), np.asarray(cache.state["claim"])[..., 0]
+    generated = at[table[0, 0][table[0, 0] < len(at)]] >= 150
+    own = metric[table[0, 0][table[0, 0] < len(at)]][generated]
+    assert len(own)
+    assert (own != 0).all()
+    assert (claim[table[0, 0][table[0, 0] < len(at)]][generated] == LEAST).all()
+    while llm.has_unfinished():
+        llm.step()
+
+
+def test_without_its_calibration_a_method_is_refused(model, fit):
+    config = EngineConfig(max_batch=1, max_len=512, pool_tokens=1024, methods=("predicted-reads",))
+    llm = LLM(model, None, config, calibration="none")
+    compression = CompressionConfig(method="predicted-reads", max_cache_tokens=48)
+    with pytest.raises(UserError, match=r"^method predicted-reads reads the calibrated array"):
+        llm.add_request(np.arange(150), compression=compression)
+    other = dataclasses.replace(fit.calibration, model_hash="0" * 16)
+    with pytest.raises(UserError, match="the calibration is of model"):
+        LLM(model, None, config, calibration=other)
