@@ -118,7 +118,8 @@ class PredictedReads(Scorer):
         return jnp.float32(1)
 
     def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
-        assert view.hidden is not None and view.v is not None
+        assert view.hidden is not None
+        assert view.v is not None
         num_tokens = view.hidden.shape[0]
         own = slice(view.k.shape[0] - num_tokens, None)
         position = view.start + jnp.arange(num_tokens, dtype=jnp.int32)
