@@ -32,7 +32,7 @@ PRESSES: dict[str, Press] = {
     "streaming-llm": Press("streaming-llm", True),
     "tova": Press("tova", True),
     "observed-attention": Press("h2o", note="mean over the queries that see a KV, no window"),
-    "kvzip": Press(None, note="repeats the prompt: several prefills"),
+    "kvzip": Press("kvzip", note="repeats the prompt: several prefills; single KVs, masked"),
 }
 
 

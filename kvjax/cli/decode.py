@@ -463,6 +463,8 @@ def run(options: argparse.Namespace) -> int:
     found = llm.metrics.as_dict()
     for phase in ("compile", "prefill", "compress", "decode"):
         seconds[phase] = found[f'kvjax_seconds_total{{phase="{phase}"}}']
+    if llm.compression.resolved.repeats:
+        seconds["repeat"] = found['kvjax_seconds_total{phase="repeat"}']
     if output.stats.kept is None:
         raise UserError(
             f"the pool of {llm.plan.num_blocks} blocks is too small for what the prompt keeps: "

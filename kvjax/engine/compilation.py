@@ -16,6 +16,7 @@ StepName = Literal[
     "prefill",
     "prefill in scratch",
     "prefill in pool",
+    "repeat",
     "start",
     "insert",
     "decode",

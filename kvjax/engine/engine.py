@@ -197,8 +197,11 @@ class Engine:
         if isinstance(decision, Insert):
             self._insert(job)
             return
-        with self._phase("prefill"):
+        phase = "repeat" if job.repeating else "prefill"
+        with self._phase(phase):
             self.worker.advance(job)
+        if phase == "repeat":
+            self.metrics.repeated(decision.size)
         if job.in_pool and self._settle_chunk(job, decision.size) and decision.compress:
             self._compress([request])
 
@@ -222,6 +225,9 @@ class Engine:
         wait = jax.block_until_ready if self._on_cpu else lambda x: x
         with self._phase("prefill"):
             wait(job.logits)
+        if request.method.repeats and job.prompt is not None:
+            with self._phase("repeat"):
+                wait(job.prompt.scores)
         with self._phase("compress"):
             report = wait(self.worker.insert(job, request.slot, num_top([request])))
         self._starts.append((job, report))
@@ -290,6 +296,9 @@ class Engine:
         if starts:
             with self._phase("prefill"):
                 jax.block_until_ready([job.logits for job, _ in starts])
+            if repeated := [job.prompt for job, _ in starts if job.request.method.repeats]:
+                with self._phase("repeat"):
+                    jax.block_until_ready(repeated)
             with self._phase("compress"):
                 jax.block_until_ready([started.ok for _, started in starts])
         with self._phase("decode"):

@@ -26,6 +26,7 @@ from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.prompts import Prompt, as_batch, token_ids
 from kvjax.engine.recovery import Recovery
+from kvjax.engine.repeat import check_fits, request_tokens
 from kvjax.engine.request import Request, RequestOutput, RequestStats
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
 from kvjax.engine.worker import Worker
@@ -283,6 +284,10 @@ class LLM:
                 f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "
                 "that has it"
             )
+        if method.repeats:
+            check_fits(method, request.length + request.remaining, self.config.prefill_scratch)
+            asked = self.worker.repeat_request
+            self.worker.repeat_request = asked or request_tokens(self.model.tokenizer)
         window = getattr(method.scorer, "window", None)
         in_parts = request.length + request.remaining > self.config.prefill_chunk
         if window is not None and in_parts and self.config.prefill_chunk < 2 * window:

@@ -11,7 +11,7 @@ from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.worker import Worker
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-PHASES = ("prefill", "compress", "decode", "compile", "host")
+PHASES = ("prefill", "repeat", "compress", "decode", "compile", "host")
 """What the seconds of an engine's rounds went to; host is what the others leave."""
 
 
@@ -34,6 +34,7 @@ class EngineMetrics:
         self.refused = counter("requests_refused", "Requests refused when they came")
         self._ended = counter("requests_ended", "Requests ended, by reason", ("reason",))
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens prefilled, again included")
+        self._repeated_tokens = counter("repeated_tokens", "Tokens run to repeat prompts")
         self._output_tokens = counter("output_tokens", "Tokens generated")
         self._evicted = counter("evicted_blocks", "Blocks evicted, or never written")
         self._compressions = counter("compressions", "Compressions of running sequences")
@@ -99,6 +100,10 @@ class EngineMetrics:
         """A prompt of so many tokens was started; its first token is one more generated."""
         self._prompt_tokens.inc(num_tokens)
         self._output_tokens.inc()
+
+    def repeated(self, num_tokens: int) -> None:
+        """So many tokens were run behind a prompt to see what they read of it."""
+        self._repeated_tokens.inc(num_tokens)
 
     def evicted(self, blocks: int) -> None:
         """A prompt was written with so many blocks fewer than it had whole."""

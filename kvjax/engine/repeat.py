@@ -3,17 +3,22 @@
 Pure functions; `config` and `scorer` are static.
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from kvjax.cache.methods.kvzip import Repeated
-from kvjax.cache.policy import Observer
+from kvjax.cache.methods.kvzip import OUTPUT_GRAM, Repeated, output_grams
+from kvjax.cache.policy import Method, Observer
 from kvjax.engine.prefill import PromptKV, chunk_scores
+from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import is_stacked
 from kvjax.models.tokenizer import Tokenizer
 
 REQUEST = "Repeat the previous context exactly."
@@ -24,11 +29,25 @@ CHUNK = 2048
 def request_tokens(tokenizer: Tokenizer) -> list[int]:
     """The tokens that ask for a repetition: what a chat template puts around a new turn."""
     mark = "\u2045context\u2046"
-    text = tokenizer.render_chat(
-        [{"role": "user", "content": mark}, {"role": "user", "content": REQUEST}]
-    )
-    _, found, behind = text.partition(mark)
-    return tokenizer.encode(behind if found else f"\n\n{REQUEST}\n\n")
+    turns = [{"role": "user", "content": mark}, {"role": "user", "content": REQUEST}]
+    answered = [turns[0], {"role": "assistant", "content": ""}, turns[1]]
+    # Some templates refuse two turns of one role.
+    for messages in (turns, answered):
+        with contextlib.suppress(UserError):
+            _, found, behind = tokenizer.render_chat(messages).partition(mark)
+            if found:
+                return tokenizer.encode(behind)
+    return tokenizer.encode(f"\n\n{REQUEST}\n\n")
+
+
+def check_fits(method: Method, length: int, scratch: int) -> None:
+    """Raise `UserError` where a scratch does not hold a sequence whose prompt is to be repeated,
+    with what it generates, since it may be prefilled again."""
+    if length > scratch:
+        raise UserError(
+            f"method {method.name} repeats what the scratch holds: {length} tokens with those to "
+            f"generate, prefill_scratch is {scratch}; give a larger one, or another method"
+        )
 
 
 def repetitions(request: Sequence[int], prompt: np.ndarray, size: int = CHUNK) -> list[np.ndarray]:
@@ -61,3 +80,33 @@ def repeat(
     """
     scores = chunk_scores(config, Observer(scorer), params, artefacts, prompt, tokens, length)
     return jnp.where(jnp.isfinite(scores.metric), scores.metric, 0.0)[..., : prompt.k.shape[1]]
+
+
+def repeat_again(
+    config: ModelConfig,
+    scorer: Repeated,
+    params: nnx.State,
+    artefacts: Mapping[str, Array],
+    prompt: PromptKV,
+    tokens: Int32[Array, " C"],
+    length: Int32[Array, ""],
+) -> Float[Array, "L H T"]:
+    """The prompt's metrics once one more of its `repetitions` has run; arguments as of `repeat`."""
+    found = repeat(config, scorer, params, artefacts, prompt, tokens, length)
+    return jnp.maximum(prompt.scores.metric, found)
+
+
+def scorer_behind(scorer: Any, request: Sequence[int]) -> Repeated:
+    """A method's scorer for repetitions that begin with a request."""
+    assert isinstance(scorer, Repeated)
+    return dataclasses.replace(scorer, first=len(request))
+
+
+def repeat_artefacts(config: ModelConfig, params: nnx.State) -> dict[str, Array]:
+    """The arrays that `Repeated` reads beside the parameters, where it weighs attention."""
+    layers: Any = params["layers"]
+    if is_stacked(params):
+        out = layers["out"][...]
+    else:
+        out = jnp.stack([layers[i]["out"][...] for i in range(config.num_layers)])
+    return {OUTPUT_GRAM: output_grams(out)}

@@ -7,7 +7,7 @@ sizes (prompt chunks, sequences that decode, widths of block tables), each when 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from kvjax.cache import CacheSpec, PagedCache, free_blocks, init_cache
-from kvjax.cache.policy import DecodeRule, Method
-from kvjax.engine import decode, insert, prefill, reclaim
+from kvjax.cache.policy import DecodeRule, Method, Scores
+from kvjax.engine import decode, insert, prefill, reclaim, repeat
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import DecodeReport
@@ -32,6 +32,7 @@ from kvjax.models.rope import rope_artefacts
 _PREFILL = jax.jit(prefill.prefill, static_argnums=(0, 1))
 _IN_SCRATCH = jax.jit(prefill.prefill_in_scratch, static_argnums=(0, 1), donate_argnums=4)
 _IN_POOL = jax.jit(prefill.prefill_in_pool, static_argnums=(0, 1), donate_argnums=4)
+_REPEAT = jax.jit(repeat.repeat_again, static_argnums=(0, 1))
 _START = jax.jit(insert.start, static_argnums=0, donate_argnums=2)
 _INSERT = jax.jit(insert.insert, static_argnums=0, donate_argnums=(3, 4))
 _DECODE = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
@@ -73,10 +74,19 @@ class PromptJob:
     """After the last chunk."""
     fits: jax.Array | None = None
     """Whether the pool had room for the last chunk; only with `in_pool`."""
+    repetitions: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """What is still to run behind the prompt, for a method that has it repeated."""
+
+    @property
+    def repeating(self) -> bool:
+        """Whether all chunks have run and the prompt is being repeated."""
+        return self.done == len(self.tokens) and bool(self.repetitions)
 
     @property
     def next_chunk(self) -> int:
-        """Tokens of the next chunk; 0 once all have run."""
+        """Tokens of the next chunk, or of the next repetition; 0 once all have run."""
+        if self.repeating:
+            return len(self.repetitions[0])
         sums = np.cumsum([0, *self.chunks])
         at = int(np.searchsorted(sums, self.done))
         return self.chunks[at] if at < len(self.chunks) else 0
@@ -101,6 +111,9 @@ class Worker:
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
         self.artefacts = {**(artefacts or {}), **rope_artefacts(model)}
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
+        self.repeat_request: Sequence[int] = ()
+        """Tokens that ask the model to repeat a prompt, for methods that have it repeated."""
+        self._repeat_artefacts: dict[str, jax.Array] | None = None
         self.planes = tuple(plane.name for plane in spec.planes)
         """Further numbers per KV that the pool has room for."""
         self.compiled = CompiledSteps()
@@ -167,16 +180,29 @@ class Worker:
         parts = -(-length // chunk)
         # As even as can be, so that the last chunk fills an observation window.
         chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
-        return PromptJob(request, tokens, chunks, in_pool)
+        job = PromptJob(request, tokens, chunks, in_pool)
+        if request.method.repeats:
+            size = min(repeat.CHUNK, self.config.prefill_chunk)
+            job.repetitions = repeat.repetitions(self.repeat_request, tokens, size)
+        return job
 
-    def chunk_bucket(self, job: PromptJob) -> int:
-        """Tokens that the steps of a job are compiled for."""
+    def bucket(self, sizes: Iterable[int]) -> int:
+        """Tokens that steps for chunks of some sizes are compiled for."""
         chunk = self.config.prefill_chunk
         grain = min(chunk, max(GRAIN, chunk // 16))
-        return -(-max(job.chunks) // grain) * grain
+        return -(-max(sizes) // grain) * grain
 
     def advance(self, job: PromptJob) -> None:
-        """Run the next chunk of a job."""
+        """Run the next chunk of a job, or the next repetition."""
+        if job.repeating:
+            assert job.prompt is not None
+            call = self._repeat_call(job, job.prompt)
+            # Nothing of the prompt is lost with it.
+            with released():
+                metric = self.compiled.run(call)
+            job.prompt = dataclasses.replace(job.prompt, scores=Scores(metric))
+            del job.repetitions[0]
+            return
         size, call = job.next_chunk, self._chunk_call(job)
         if job.in_pool:
             self.cache, job.logits, job.fits = self.compiled.run(call)
@@ -188,7 +214,7 @@ class Worker:
         job.done += size
 
     def _chunk_call(self, job: PromptJob) -> StepCall:
-        size, bucket = job.next_chunk, self.chunk_bucket(job)
+        size, bucket = job.next_chunk, self.bucket(job.chunks)
         observer = job.request.method.observer
         if job.in_pool or len(job.chunks) > 1:
             observer = observer.without_query_heads
@@ -210,6 +236,18 @@ class Worker:
         key = StepKey("prefill in scratch", observer, (bucket, room))
         return StepCall(key, _IN_SCRATCH, (*common, job.prompt, tokens, length))
 
+    def _repeat_call(self, job: PromptJob, prompt: Any) -> StepCall:
+        scorer = repeat.scorer_behind(job.request.method.scorer, self.repeat_request)
+        if scorer.artefacts and self._repeat_artefacts is None:
+            self._repeat_artefacts = repeat.repeat_artefacts(self.model, self.params)
+        artefacts = self._repeat_artefacts if scorer.artefacts else {}
+        part, bucket = job.repetitions[0], self.bucket(map(len, job.repetitions))
+        tokens = np.zeros(bucket, np.int32)
+        tokens[: len(part)] = part
+        key = StepKey("repeat", scorer, (bucket, prompt.k.shape[1]))
+        args = (self.model, scorer, self.params, artefacts, prompt, tokens, np.int32(len(part)))
+        return StepCall(key, _REPEAT, args)
+
     def _compile_ahead(self, job: PromptJob, chunk: StepCall) -> None:
         """Compile what comes after a chunk that is new together with it."""
         # Compilers for GPUs time kernels on the device: one at a time there.
@@ -217,9 +255,11 @@ class Worker:
             return
         request, top = job.request, num_top([job.request])
         prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
+        repeated = [self._repeat_call(job, prompt)] if job.repetitions else []
         self.compiled.compile(
             [
                 chunk,
+                *repeated,
                 self._insert_call(request, prompt, logits, 0, top),
                 self._decode_call([0], 1, request.method.decode, top),
                 self._empty_call([]),

@@ -29,6 +29,7 @@ from kvjax.engine.decode import decode, init_slots
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval import passes
+from kvjax.eval.repetition import Repetition
 from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import finish_answer, needs_answer, score_answer, score_free
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, cache_spec, rate_blocks
@@ -52,6 +53,7 @@ class Evaluator:
         self.artefacts = {**(artefacts or {}), **rope_artefacts(model.config)}
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
         self.spec = cache_spec(model, config.block_size)
+        self.repetition = Repetition(model)
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
@@ -210,6 +212,13 @@ class _RowRun:
 
     def metric(self, method: Method, cut: int) -> tuple[Any, float]:
         """The scores of the prompt's KVs and the seconds it took, once per observer."""
+        if method.repeats:
+            if method.scorer not in self.metrics:
+                evaluator, prompt = self.evaluator, self.prompt[:cut]
+                self.metrics[method.scorer] = evaluator.repetition.scores(
+                    evaluator._timed, method, self.dense, prompt
+                )
+            return self.metrics[method.scorer]
         observer = method.observer
         if observer not in self.metrics:
             fn = functools.partial(passes.observe, observer)

@@ -104,6 +104,7 @@ def test_the_oracle_knows_every_rule():
         "kv-compress-continual",
         "snapkv-w32",
         "snapkv-w64-avg5",
+        "kvzip-plus",
     }
     for name, method in METHODS.items():
         base = METHODS[name.split(":")[-1]].scorer

@@ -24,9 +24,9 @@ from kvjax.engine.calibrate.fit import (
     target,
 )
 from kvjax.engine.calibrate.generated import KINDS, generated_text, planted
-from kvjax.engine.calibrate.teacher import Lesson, lesson, teacher_artefacts
+from kvjax.engine.calibrate.teacher import Lesson, lesson
 from kvjax.engine.calibrate.texts import GENERATED, default_texts
-from kvjax.engine.repeat import repetitions, request_tokens
+from kvjax.engine.repeat import repeat_artefacts, repetitions, request_tokens
 from kvjax.errors import UserError
 from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
 from kvjax.models import load_model
@@ -70,7 +70,7 @@ def test_the_teacher_scores_as_published(model, folder, plus):
         model.config,
         Repeated(first=len(request), plus=plus),
         model.params,
-        teacher_artefacts(model.config, model.params),
+        repeat_artefacts(model.config, model.params),
         np.pad(text, (0, 11)).astype(np.int32),
         np.int32(len(text)),
         # More than is scored at once, most of it padding.

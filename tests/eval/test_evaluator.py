@@ -13,6 +13,7 @@ from kvjax.engine.decode import decode_step as decode_one
 from kvjax.engine.prefill import prefill as run_prompt
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
+from kvjax.eval.repetition import Repetition
 from kvjax.eval.rows import PROTOCOLS
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks, slots_for
 from kvjax.models.decoder import forward, logits
@@ -68,6 +69,31 @@ def evaluator(tiny_model):
 def test_a_method_without_its_calibration_is_refused(evaluator):
     with pytest.raises(UserError, match=r"^method duo-heads reads .* head_budget: [^\n]*$"):
         run_row(evaluator, make_row(), ["chat"], [Variant("full", 1.0), Variant("duo-heads", 4.0)])
+
+
+def test_prompts_are_repeated_once_per_method_and_cut(evaluator, monkeypatch):
+    """Whatever the rates; what is kept are as many KVs as with any method, and others by each."""
+    asked = []
+    scores = Repetition.scores
+
+    def noted(self, timed, method, dense, prompt):
+        asked.append((method.name, len(prompt)))
+        return scores(self, timed, method, dense, prompt)
+
+    monkeypatch.setattr(Repetition, "scores", noted)
+    row = make_row(context="It was the age of wisdom, it was the age of foolishness. " * 6)
+    names = ("kvzip", "kvzip-plus", "wide-pool")
+    variants = [Variant(name, rate) for name in names for rate in (1.5, 2.0)]
+    results = run_row(evaluator, row, ["chat", "question"], variants)
+    tokens = evaluator.tokenise(row)
+    cuts = [tokens.cut(protocol) for protocol in ("chat", "question")]
+    assert sorted(asked) == sorted((name, cut) for name in names[:2] for cut in cuts)
+    for protocol in ("chat", "question"):
+        for rate in (1.5, 2.0):
+            first, second, other = (results[protocol, name, rate] for name in names)
+            assert first["kvs"] == second["kvs"] == other["kvs"] < first["kvs_full"]
+            assert len({first["nll"], second["nll"], other["nll"]}) == 3
+            assert first["seconds"]["select"] > 0
 
 
 def log_softmax(x):

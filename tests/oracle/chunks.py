@@ -254,6 +254,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "lazyeviction": every(hit_again),
     "streaming-llm": every(lambda c, name, x: x.at.astype(float)),
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
+    "kvzip": every(lambda c, name, x: x.before),
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
     "predicted-reads": every(predicted),
     "predicted-reads-blind": every(predicted),

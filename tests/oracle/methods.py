@@ -32,6 +32,7 @@ from tests.oracle.scores import (
     shared_reads,
     snapkv_rows,
     snapkv_scores,
+    unread,
     wide_pool,
 )
 from tests.oracle.selection import (
@@ -87,6 +88,8 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "keydiff": keeps(keydiff),
     "expected-attention": keeps(expected_attention, sinks=4),
     "compactor": keeps(compactor, protected=4, sinks=8),
+    "kvzip": keeps_globally(unread, protected=8, sinks=4),
+    "kvzip-plus": keeps_globally(unread, protected=8, sinks=4),
     "r-kv": keeps(mean_of_last, protected=8, choose=without_like()),
     "duo-heads": keeps_whole_heads(
         recency, lambda p: calibrated(p.layers, p.heads, 8)["head_budget"], protected=28, sinks=4
@@ -177,6 +180,8 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "expected-attention": expected_attention,
     "compactor": compactor,
     "duo-heads": recency,
+    "kvzip": unread,
+    "kvzip-plus": unread,
     "r-kv": mean_of_last,
     "wide-pool": wide_pool,
     "shared-reads": shared_reads,

@@ -12,15 +12,19 @@ from tests.oracle.attention import softmax
 
 
 def repetition_scores(
-    hf: dict[str, Any], weights: dict[str, np.ndarray], text: np.ndarray, request: np.ndarray
+    hf: dict[str, Any],
+    weights: dict[str, np.ndarray],
+    text: np.ndarray,
+    request: np.ndarray,
+    part: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """S and Z [L, H, T] of the KVs of `text`, followed by `request` and the text again.
+    """S and Z [L, H, T] of the KVs of `text`; behind it `request` and the text or a part of it.
 
     S is the largest attention of the second copy's queries, over the query heads of a group (Kim
     et al. 2025, section 3.2); Z has each attention times the norm of the value in the output
     projection, over the norm of what enters the attention at the query (KVzap, equation 3).
     """
-    tokens = np.concatenate([text, request, text])
+    tokens = np.concatenate([text, request, text if part is None else part])
     entering: list[np.ndarray] = []
     _, projected = transformer.forward(
         hf, weights, tokens, np.arange(len(tokens)), entering=entering

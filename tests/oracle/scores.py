@@ -314,6 +314,11 @@ def compactor(p: Prompt) -> Scores:
     return {(layer, head): rows[layer][head] for layer, head in p.names}
 
 
+def unread(p: Prompt) -> Scores:
+    """What a method knows that has not had the prompt repeated."""
+    return {name: np.zeros(p.length) for name in p.names}
+
+
 def mean_of_last(p: Prompt) -> Scores:
     """R-KV's attention, before it is pooled: the last 8 queries, the mean over them and a group."""
     return {

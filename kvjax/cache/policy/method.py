@@ -91,6 +91,11 @@ class Method:
         return self.scorer is not None
 
     @property
+    def repeats(self) -> bool:
+        """Whether the prompt is repeated after prefill; see `Scorer.repeats`."""
+        return self.scorer is not None and self.scorer.repeats
+
+    @property
     def decode(self) -> DecodeRule | None:
         """What decode steps do to its sequences' numbers; None for nothing."""
         return None if self.scorer is None else self.scorer.decode
@@ -109,7 +114,7 @@ class Method:
     @property
     def artefacts(self) -> tuple[str, ...]:
         """Names of the arrays that it needs."""
-        own = () if self.scorer is None else self.scorer.artefacts
+        own = () if self.scorer is None or self.repeats else self.scorer.artefacts
         rule = () if self.decode is None else self.decode.artefacts
         return tuple(dict.fromkeys((*own, *rule, *self.allocator.artefacts)))
 
@@ -135,7 +140,7 @@ class Method:
     @property
     def observer(self) -> Observer:
         """What prefill depends on."""
-        return Observer(self.scorer, self.selector.needs_query_heads)
+        return Observer(None if self.repeats else self.scorer, self.selector.needs_query_heads)
 
     def protecting(self, newest: Int32[Array, "*G"] | int) -> "Method":
         """The same with at least so many of the newest token positions protected, of each

@@ -145,6 +145,9 @@ class Scorer:
 
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the calibrated arrays that it reads."""
+    repeats: ClassVar[bool] = False
+    """Whether its metrics come of a second pass in which the model repeats the prompt; the prompt's
+    own then scores nothing, and `artefacts` are the pass's affair."""
 
     @property
     def needs_log_sum(self) -> bool:

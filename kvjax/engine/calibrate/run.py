@@ -26,8 +26,8 @@ from kvjax.engine.calibrate.fit import (
     solve,
     target,
 )
-from kvjax.engine.calibrate.teacher import Lesson, lesson, teacher_artefacts
-from kvjax.engine.repeat import request_tokens
+from kvjax.engine.calibrate.teacher import Lesson, lesson
+from kvjax.engine.repeat import repeat_artefacts, request_tokens
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 
@@ -151,7 +151,7 @@ def _teacher(model: LoadedModel, settings: CalibrationSettings) -> Callable[[np.
     request = request_tokens(model.tokenizer)
     scorer = Repeated(first=len(request), plus=True)
     step = jax.jit(lesson, static_argnums=(0, 1))
-    artefacts = teacher_artefacts(model.config, model.params)
+    artefacts = repeat_artefacts(model.config, model.params)
     room = -(-settings.tokens // 64) * 64
     room_again = -(-(settings.tokens + len(request)) // 64) * 64
 

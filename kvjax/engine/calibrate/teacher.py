@@ -2,21 +2,21 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from kvjax.cache.methods.kvzip import OUTPUT_GRAM, Repeated, output_grams
+from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM_WINDOW, largest_read
 from kvjax.cache.policy import LayerView, Scores
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.repeat import repeat
 from kvjax.kernels import prefill_attention
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import forward, is_stacked
+from kvjax.models.decoder import forward
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -35,16 +35,6 @@ class Lesson:
     """The largest attention of the text's last queries."""
 
 
-def teacher_artefacts(config: ModelConfig, params: nnx.State) -> dict[str, Array]:
-    """The arrays that `lesson` reads beside the parameters."""
-    layers: Any = params["layers"]
-    if is_stacked(params):
-        out = layers["out"][...]
-    else:
-        out = jnp.stack([layers[i]["out"][...] for i in range(config.num_layers)])
-    return {OUTPUT_GRAM: output_grams(out)}
-
-
 def lesson(
     config: ModelConfig,
     scorer: Repeated,
@@ -61,7 +51,7 @@ def lesson(
         config: the model (static).
         scorer: the teacher (static).
         params: the model's parameters.
-        artefacts: `teacher_artefacts`.
+        artefacts: `kvjax.engine.repeat.repeat_artefacts`.
         tokens: the text, padded at the end.
         length: its tokens.
         again: the request to repeat it and the text, padded at the end.
