@@ -105,6 +105,10 @@ class PredictedReads(Scorer):
     def __post_init__(self):
         check_wholes(self, 0, 4096, "window")
 
+    def with_window(self, window: int) -> "PredictedReads":
+        """The same with another number of queries whose reads are claims."""
+        return dataclasses.replace(self, window=window)
+
     @property
     def artefacts(self) -> tuple[str, ...]:  # type: ignore[override]
         return (WEIGHT, EXTRA, CLAIM) if self.window else (WEIGHT, EXTRA)
