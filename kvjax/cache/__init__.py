@@ -1,4 +1,9 @@
-"""The paged per-head KV cache and everything that decides what it keeps."""
+"""The paged per-head KV cache and everything that decides what it keeps.
+
+Here belongs what works on any model's keys and values: the store, policies, methods, eviction and
+moves, as pure functions on pytrees. Models, requests and files are not here; nothing above the
+kernels is imported.
+"""
 
 from kvjax.cache.budget import budget_blocks, cache_cap
 from kvjax.cache.compress import CompressReport, compress, write_survivors

@@ -1,4 +1,9 @@
-"""Running models over the cache: the engine that serves many requests."""
+"""Running models over the cache: the engine that serves many requests.
+
+Here belong the three jitted stages, what decides when they run, and the fronts that callers see;
+in `calibrate`, what is measured of a model before it serves. Options, progress lines and scores of
+answers are not here.
+"""
 
 from kvjax.engine.async_llm import AsyncLLM, AsyncOutputs
 from kvjax.engine.config import EngineConfig

@@ -1,4 +1,8 @@
-"""Device code. Knows arrays only: no cache, no model."""
+"""Device code: paged attention, prefill attention, metrics of a window, moves, for each backend.
+
+Here belongs what is written for a device or chosen by it, and its reference. It knows arrays only:
+no cache, no model.
+"""
 
 from kvjax.kernels.choice import explain
 from kvjax.kernels.encoded import Encoded
