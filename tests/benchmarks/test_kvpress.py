@@ -253,7 +253,8 @@ def test_a_run_gives_every_press_our_kvs_and_goes_on(run, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kvs = {row["method"]: row["kvs"] for row in rows}
     assert set(kvs) == {
-        "full", "kv-compress", "streaming-llm", "tova", "kvpress:kvzip@kv-compress",
+        "full", "kv-compress", "streaming-llm", "tova", "kvzip", "kvpress:kvzip@kv-compress",
+        "kvpress:kvzip@kvzip",
         "kvpress:streaming-llm@kv-compress", "kvpress:streaming-llm@streaming-llm",
     }  # fmt: skip
     assert "skipped tova at rate 4 of one: AssertionError: too short" in err
