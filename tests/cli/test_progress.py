@@ -44,7 +44,7 @@ def test_the_time_left_follows_from_what_is_done(monkeypatch):
     say("b", 2, 40)
     now += 31
     say("c", 10, 40)
-    assert told.lines == ["0/40 results: a", "10/40 results, 3 min left: c"]
+    assert told.lines == ["0/40: a", "10/40, 3 min left: c"]
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_metrics_are_a_dict_and_prometheus_text(tiny_params):
     assert found["kvjax_time_to_first_token_seconds_count"] == 2
     assert found["kvjax_compiled_steps"] == len(llm.worker.compiled.seconds) > 0
     phases = [v for k, v in found.items() if k.startswith("kvjax_seconds_total")]
-    assert len(phases) == 5
+    assert len(phases) == 6
     # One of the two waits while the other's steps compile.
     assert 0 < found["kvjax_compile_stall_seconds_total"] <= found["kvjax_compile_seconds"]
     assert min(phases) >= 0
