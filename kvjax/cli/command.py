@@ -110,6 +110,13 @@ def run_script(run: Callable[[list[str] | None], int], *, lazy_imports: bool = F
     else:
         code = main_of(run)
     startup.ending()
+    if code > 128:
+        # Libraries' threads may wait for ever for work that was broken off; all is said and put
+        # away by now.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 

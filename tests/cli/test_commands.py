@@ -353,3 +353,24 @@ def test_errors_of_the_system_have_a_number_or_a_name(capsys):
     assert main_of(raising(error)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("File name too long")
+
+
+def test_an_interrupted_command_waits_for_no_thread():
+    """Libraries leave threads behind whose work was broken off."""
+    program = """
+import threading
+from kvjax.cli.command import run_script
+
+def run(arguments):
+    threading.Thread(target=threading.Event().wait).start()
+    print("said so far")
+    raise KeyboardInterrupt
+
+run_script(run)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 130
+    assert done.stdout == "said so far\n"
+    assert done.stderr == "interrupted\n"
