@@ -166,6 +166,8 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert arrays[CLAIM].shape == (config.num_layers, CLAIM_LEVELS)
     assert (np.diff(arrays[CLAIM][0]) <= 0).all()
     assert fit.texts == 12
+    # None of them both fitted and held out.
+    assert fit.tokens == 12 * (96 - FIRST)
     assert fit.explained.shape == fit.rank_correlation.shape == (2, 2)
     assert 0 < fit.explained.mean() < 1
     assert fit.rank_correlation.mean() > 0.2

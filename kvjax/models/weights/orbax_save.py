@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import struct
+import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -114,13 +116,21 @@ def _write_arrays(path: Path, tree: dict[str, Any]) -> None:
     # moment where a write is interrupted: then they stay quiet.
     log = logging.getLogger("absl")
     before, log.disabled = log.disabled, True
+    hook = sys.excepthook
+
+    def of_main_thread(*raised: Any) -> None:
+        # Callbacks of theirs that find no event loop any more are printed by this hook.
+        if threading.current_thread() is threading.main_thread():
+            hook(*raised)
+
+    sys.excepthook = of_main_thread
     with context:
         try:
             ocp.save(str(path), tree)
-            log.disabled = before
         except Exception:
-            log.disabled = before
+            log.disabled, sys.excepthook = before, hook
             raise
+        log.disabled, sys.excepthook = before, hook
 
 
 def _require_space(target: Path, params: nnx.State) -> None:
