@@ -3,8 +3,8 @@
 The teacher is KVzip's score with KVzap's weight (see `kvzip`): how much a KV changes what the model
 says when it repeats the text. A linear map of what enters the attention block, and of the norms of
 key and value, predicts its logarithm (KVzap, NVIDIA 2026, section 3); it is calibrated once per
-model (`kvjax calibrate`). What is kept is then a function of tokens, calibration and budget alone,
-and generated tokens get their metric as they are written.
+model (`kvjax calibrate`). Generated tokens get their metric as they are written. Without the claims
+below (`predicted-reads-blind`) no query is looked at.
 
 A second claim on the budget is what is being read now: the largest attention of the last queries.
 It stands on the scale of the prediction: an attention counts as the prediction that is as rare in
@@ -166,7 +166,6 @@ METHODS = (
         PredictedReads(),
         protected=8,
         sinks=4,
-        query_aware=False,
     ),
     Method(
         "predicted-reads-blind",
