@@ -72,7 +72,9 @@ def chosen_calibration(
         return None
     from kvjax.engine.calibrate.shelf import find, load
 
-    if options.calibration == "auto" and find(model) is None:
+    if options.calibration == "auto":
+        if (found := find(model)) is not None:
+            return found
         progress.clear()
         print(
             f"{model.config.name} is calibrated once, on texts of this package "
