@@ -47,6 +47,8 @@ class RequestStats:
     shortfall: int = 0
     """Blocks over the budget that could not be evicted."""
     blocks_evicted_decoding: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not prefilled, because a shared prefix holds them."""
 
     @property
     def time_to_first_token(self) -> float | None:
