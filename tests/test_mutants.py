@@ -16,7 +16,7 @@ from tests.scripts.conftest import SCRIPTS, load_script
 
 MUTANTS = load_script("mutants")
 REPOSITORY = SCRIPTS.parent
-AREAS = {"cache", "cli", "engine", "eval", "kernels", "models", "rounds"}
+AREAS = {"cache", "cli", "engine", "eval", "kernels", "models", "prefix", "rounds"}
 LEAST = 350
 """Mutations in all."""
 

@@ -74,7 +74,13 @@ def compress(
         max_kvs_per_step=max_kvs_per_step,
     )
     cache = move_cache(cache, schedule, max_kvs_per_step=max_kvs_per_step)
-    return cache, CompressReport(jnp.sum(schedule.blocks, axis=(1, 2)), schedule.shortfall)
+    freed, shortfall = jnp.sum(schedule.blocks, axis=(1, 2)), schedule.shortfall
+    if cache.shared is not None:
+        # Those whose copies did not fit have kept everything.
+        held = cache.context_len.at[slots].get(mode="fill", fill_value=0)
+        given = owned - jnp.sum(blocks_for(held, cache.block_size), axis=(1, 2))
+        freed, shortfall = given, shortfall + freed - given
+    return cache, CompressReport(freed, shortfall)
 
 
 def write_survivors(

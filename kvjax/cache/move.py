@@ -20,7 +20,15 @@ from kvjax.cache.evict import (
     row_scores,
 )
 from kvjax.cache.policy.merge import Merger
-from kvjax.cache.store import KVPool, PagedCache, blocks_for, drop_blocks, move_rows
+from kvjax.cache.store import (
+    KVPool,
+    PagedCache,
+    blocks_for,
+    drop_blocks,
+    free_blocks,
+    move_rows,
+    unshare,
+)
 
 
 def move_plan(
@@ -61,7 +69,12 @@ def move_cache(
     Keys, values and all numbers of a KV move together and in place; a method's merger folds what
     goes into what stays before. `schedule` must have been made from this cache. `max_kvs_per_step`
     (static) bounds the temporaries, never the result.
+
+    Blocks that are written to and that others own too are copied first; a sequence whose copies
+    do not fit into the free blocks keeps everything.
     """
+    if cache.shared is not None:
+        cache, schedule = _unshared(cache, schedule, max_kvs_per_step)
     b, n, method = cache.block_size, cache.num_blocks, schedule.method
 
     def move_batch(pools, batch):
@@ -96,6 +109,47 @@ def move_cache(
     (kv, (metric, position, state)), _ = jax.lax.scan(move_batch, (cache.kv, numbers), batches)
     cache = dataclasses.replace(cache, kv=kv, metric=metric, position=position, state=state)
     return _free_tails(cache, schedule)
+
+
+def _unshared(
+    cache: PagedCache, schedule: EvictionSchedule, max_kvs_per_step: int
+) -> tuple[PagedCache, EvictionSchedule]:
+    """The cache with copies of the shared blocks that a schedule writes to, and the schedule of
+    those sequences for whose copies there is room."""
+    b, n, method = cache.block_size, cache.num_blocks, schedule.method
+    assert cache.shared is not None
+
+    def written(batch):
+        slot, layer, group = batch
+        rows = head_rows(cache, slot, layer)
+        count = jnp.where((slot < cache.num_slots)[:, None], schedule.count[group, layer], 0)
+        column = jnp.arange(cache.max_blocks, dtype=jnp.int32)
+        stays = (count > 0)[..., None] & (column < blocks_for(rows[1] - count, b)[..., None])
+        if method.merger is None:
+            numbers = (cache.metric, cache.position, cache.state)
+            found = row_scores(method, numbers, rows, schedule.protected[group])
+            threshold = schedule.threshold[group, layer]
+            evicted = row_evictions(method, found, rows[1], count, threshold, cache.kv, rows[0])
+            stays &= jnp.any(evicted.reshape(*stays.shape, b), axis=-1)
+        return stays
+
+    batches = row_batches(cache, schedule.slots, min(max_kvs_per_step, n * b // 32))
+    table = cache.block_table.at[schedule.slots].get(mode="fill", fill_value=n)
+    touched = jax.lax.map(written, batches).reshape(-1, *table.shape[2:])
+    touched = touched[: table.shape[0] * table.shape[1]].reshape(table.shape)
+    copies = touched & (cache.shared.at[table].get(mode="fill", fill_value=0) > 0)
+    needed = jnp.sum(copies, axis=(1, 2, 3))
+    fits = (needed == 0) | (jnp.cumsum(needed) <= free_blocks(cache))
+    fits = fits[:, None, None]
+    cache, table, _ = unshare(cache, table, copies & fits[..., None])
+    schedule = dataclasses.replace(
+        schedule,
+        blocks=jnp.where(fits, schedule.blocks, 0),
+        count=jnp.where(fits, schedule.count, 0),
+        threshold=jnp.where(fits, schedule.threshold, -jnp.inf),
+    )
+    table = cache.block_table.at[schedule.slots].set(table, mode="drop")
+    return dataclasses.replace(cache, block_table=table), schedule
 
 
 def _merged(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jaxtyping
 
 from kvjax import cache as kv
+from kvjax.cache.store import unshare_slots
 
 
 @contextmanager
@@ -57,7 +58,7 @@ class Program(NamedTuple):
             return jax.make_jaxpr(self.fn)(*self.args).jaxpr
 
 
-def abstract_cache(shapes: Shapes) -> kv.PagedCache:
+def abstract_cache(shapes: Shapes, sharing: bool = False) -> kv.PagedCache:
     with unchecked():
         return jax.eval_shape(
             lambda: kv.init_cache(
@@ -69,6 +70,7 @@ def abstract_cache(shapes: Shapes) -> kv.PagedCache:
                 max_blocks_per_head=shapes.M,
                 block_size=shapes.b,
                 dtype=shapes.dtype,
+                sharing=sharing,
             )
         )
 
@@ -85,7 +87,7 @@ def pool_bytes(cache: kv.PagedCache) -> int:
 def programs(shapes: Shapes) -> dict[str, Program]:
     """Every public operation of the cache."""
     s = shapes
-    cache = abstract_cache(s)
+    cache, sharing = abstract_cache(s), abstract_cache(s, sharing=True)
 
     def ints(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -120,6 +122,12 @@ def programs(shapes: Shapes) -> dict[str, Program]:
         "compress in steps": Program(
             partial(kv.compress, max_kvs_per_step=s.M * s.b * s.H), (cache, *group)
         ),
+        "share": Program(kv.share, (sharing, ints(), ints())),
+        "unshare_slots": Program(unshare_slots, (sharing, slots)),
+        "sharing, write_prompt": Program(kv.write_prompt, (sharing, *prompt)),
+        "sharing, append": Program(kv.append, (sharing, new, new, slots)),
+        "sharing, release": Program(kv.release, (sharing, slots)),
+        "sharing, compress": Program(kv.compress, (sharing, *group)),
     }
 
 

@@ -12,7 +12,8 @@ def audit(cache: Any, *, unwritten: bool = False) -> list[str]:
 
     Every block has one owner or is free; heads own as many blocks as their KVs fill, at the front
     of their table rows, and N stands in the rest; a head's KVs have distinct positions below the
-    sequence's length; nothing is written elsewhere.
+    sequence's length; nothing is written elsewhere. Where the cache shares, blocks may have owners
+    in several slots, and `shared` says how many beside the first.
 
     Args:
         cache: a `PagedCache`, or anything with its fields.
@@ -26,6 +27,8 @@ def audit(cache: Any, *, unwritten: bool = False) -> list[str]:
     width = table.shape[-1]
     wrong: list[str] = []
     owner: dict[int, tuple[int, ...]] = {}
+    shared = getattr(cache, "shared", None)
+    more: dict[int, set[int]] = {}
     for at in np.ndindex(*lengths.shape):
         head, length, row = f"head {at}", int(lengths[at]), table[at].tolist()
         if length < 0:
@@ -44,9 +47,12 @@ def audit(cache: Any, *, unwritten: bool = False) -> list[str]:
             if not 0 <= block < total:
                 wrong.append(f"{head}: entry {column} is block {block} of {total}")
                 continue
-            if block in owner:
+            if block in owner and shared is not None and at[0] not in more[block]:
+                more[block].add(at[0])
+            elif block in owner:
                 wrong.append(f"block {block}: owned by head {owner[block]} and {head}")
-            owner[block] = at
+            if block not in owner:
+                owner[block], more[block] = at, {at[0]}
             count = min(block_size, length - column * block_size)
             places = position[block].tolist()
             if any(place != -1 for place in places[count:]):
@@ -59,6 +65,11 @@ def audit(cache: Any, *, unwritten: bool = False) -> list[str]:
                 elif place in seen:
                     wrong.append(f"{head}: holds position {place} twice")
                 seen.add(place)
+    counts = np.zeros(total, int) if shared is None else np.asarray(shared)
+    for block, count in enumerate(counts.tolist()):
+        if count == max(0, len(more.get(block, ())) - 1):
+            continue
+        wrong.append(f"block {block}: {count} owners beside the first are counted")
     for block in np.flatnonzero(free).tolist():
         if block in owner:
             wrong.append(f"block {block}: free, and owned by head {owner[block]}")

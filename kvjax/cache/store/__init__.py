@@ -6,10 +6,10 @@ why a KV stays or goes.
 """
 
 from kvjax.cache.store.codec import Codec, Plain, Rounded, as_codec
+from kvjax.cache.store.grow import allocate
 from kvjax.cache.store.invariants import check_invariants
 from kvjax.cache.store.paged import (
     PagedCache,
-    allocate,
     blocks_for,
     drop_blocks,
     free_blocks,
@@ -18,6 +18,7 @@ from kvjax.cache.store.paged import (
     valid_slots,
 )
 from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_layer, write_newest
+from kvjax.cache.store.share import share, unshare, unshare_slots
 from kvjax.cache.store.slots import put_slots, take_slots
 from kvjax.cache.store.spec import CacheSpec, Plane
 from kvjax.cache.store.write import append, begin_append, write_prompt
@@ -43,7 +44,10 @@ __all__ = [
     "move_rows",
     "put_slots",
     "release",
+    "share",
     "take_slots",
+    "unshare",
+    "unshare_slots",
     "valid_slots",
     "write_layer",
     "write_newest",

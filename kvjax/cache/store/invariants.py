@@ -8,7 +8,8 @@ from kvjax.cache.store.paged import UNWRITTEN, PagedCache
 def check_invariants(cache: PagedCache) -> None:
     """Check that tables, lengths, free mask and metadata agree.
 
-    Free and owned blocks partition {0 … N−1}; no block has two owners; every head owns exactly
+    Free and owned blocks partition {0 … N−1}; no block has two owners, or as many as `shared`
+    says, each of another slot; every head owns exactly
     ⌈context_len / b⌉ blocks, at the front of its table row; free blocks carry no metadata; written
     KVs of a head have distinct positions below the sequence's length; nothing is written past a
     head's context length.
@@ -36,7 +37,17 @@ def check_invariants(cache: PagedCache) -> None:
     assert (table[~is_owned] == n).all(), "a table entry past a head's length names a block"
     owned = table[is_owned]
     assert ((owned >= 0) & (owned < n)).all(), "a head owns a block outside the pool"
-    assert len(np.unique(owned)) == len(owned), "a block has two owners"
+    if cache.shared is None:
+        assert len(np.unique(owned)) == len(owned), "a block has two owners"
+    else:
+        owners = np.bincount(owned, minlength=n)
+        assert (np.asarray(cache.shared) == np.maximum(owners - 1, 0)).all(), (
+            "a block's owners are not counted right"
+        )
+        for row in range(len(table)):
+            own = table[row][is_owned[row]]
+            assert len(np.unique(own)) == len(own), "a slot owns a block twice"
+        owned = np.unique(owned)
     assert not free[owned].any(), "an owned block is marked free"
     assert int(free.sum()) + len(owned) == n, (
         f"{int(free.sum())} free + {len(owned)} owned blocks are not {n}"

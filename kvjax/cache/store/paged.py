@@ -51,6 +51,8 @@ class PagedCache:
     state: dict[str, Num[Array, "N b w"]] = dataclasses.field(default_factory=dict)
     """Further numbers of each KV, by the names of the planes that methods declare; 0 where
     unwritten."""
+    shared: Int32[Array, " N"] | None = None
+    """Owners of each block beside its first; None in a cache that shares nothing."""
 
     @property
     def num_slots(self) -> int:
@@ -123,10 +125,12 @@ def init_cache(
     dtype: jax.typing.DTypeLike = jnp.float32,
     planes: Iterable[Plane] = (),
     codec: Codec | None = None,
+    sharing: bool = False,
 ) -> PagedCache:
     """An empty cache of ``num_blocks`` blocks, with room for the planes that methods declare.
 
-    Keys and values are stored in `dtype`, or as a codec says.
+    Keys and values are stored in `dtype`, or as a codec says. With `sharing`, slots can hold the
+    same blocks (`kvjax.cache.share`).
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -155,6 +159,7 @@ def init_cache(
         seq_len=jnp.zeros(num_slots, jnp.int32),
         free=jnp.ones(num_blocks, bool),
         state={plane.name: jnp.zeros((*pool, plane.width), plane.dtype) for plane in planes},
+        shared=jnp.zeros(num_blocks, jnp.int32) if sharing else None,
     )
 
 
@@ -180,7 +185,15 @@ def claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
 
 
 def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
-    """Give blocks back to the free mask and clear their metadata; ids of N are passed over."""
+    """Give blocks back to the free mask and clear their metadata; ids of N are passed over.
+
+    A block that is shared loses an owner for each time that it is named, and goes with the last.
+    """
+    if cache.shared is not None:
+        lost = jnp.zeros_like(cache.shared).at[ids].add(1, mode="drop")
+        gone = lost > cache.shared
+        cache = dataclasses.replace(cache, shared=jnp.maximum(cache.shared - lost, 0))
+        ids = jnp.where(gone.at[ids].get(mode="fill", fill_value=False), ids, cache.num_blocks)
     return _cleared(cache, ids, free=True)
 
 
@@ -192,49 +205,6 @@ def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"], *, free: bool) -> Pa
         position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
         state=jax.tree.map(lambda plane: plane.at[ids].set(0, mode="drop"), cache.state),
     )
-
-
-def grow(
-    cache: PagedCache,
-    table: Int32[Array, "*heads M"],
-    old_len: Int32[Array, "*heads"],
-    new_len: Int32[Array, "*heads"],
-) -> tuple[PagedCache, Int32[Array, "*heads M"], Bool[Array, ""]]:
-    """Claim the blocks that take some heads from `old_len` to `new_len` KVs.
-
-    Returns the cache with the blocks claimed, the grown table, and whether that was possible;
-    if not, cache and table are as they were.
-    """
-    b, n = cache.block_size, cache.num_blocks
-    m = jnp.arange(table.shape[-1], dtype=jnp.int32)
-    # Clipped so that absurd requests overflow neither here nor in the sum below.
-    want = blocks_for(jnp.minimum(new_len, (table.shape[-1] + 1) * b), b)
-    have = blocks_for(old_len, b)
-    added = want - have
-    ok = (jnp.sum(added) <= free_blocks(cache)) & jnp.all(want <= table.shape[-1])
-    first = (jnp.cumsum(added.reshape(-1)) - added.reshape(-1)).reshape(added.shape)
-    is_new = ok & (m >= have[..., None]) & (m < want[..., None])
-    ids = nth_free(cache.free, first[..., None] + m - have[..., None])
-    ids = jnp.where(is_new, ids, n)
-    return claim(cache, ids), jnp.where(is_new, ids, table), ok
-
-
-def allocate(
-    cache: PagedCache, context_len: Int32[Array, "S L H"]
-) -> tuple[PagedCache, Bool[Array, ""]]:
-    """Grow every head to at least `context_len` KVs.
-
-    Blocks with the lowest free ids go to the heads in (slot, layer, head) order. The new KV slots
-    count as unwritten (position −1, metric 0) until something is written to them.
-
-    Returns:
-        The cache and ``ok``. ``ok`` is False, and the cache unchanged, when too few blocks are
-        free or a head would need more than M.
-    """
-    new_len = jnp.maximum(cache.context_len, context_len)
-    cache, table, ok = grow(cache, cache.block_table, cache.context_len, new_len)
-    new_len = jnp.where(ok, new_len, cache.context_len)
-    return dataclasses.replace(cache, block_table=table, context_len=new_len), ok
 
 
 def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, grow, nth_free
+from kvjax.cache.store.grow import grow
+from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, nth_free
 from kvjax.cache.store.pool import scattered
+from kvjax.cache.store.share import ragged, unshare
 
 
 def write_prompt(
@@ -125,6 +127,8 @@ def begin_append(
 ) -> tuple[PagedCache, Bool[Array, ""]]:
     """Make room for one more KV in every (layer, head) of the active slots.
 
+    A partly filled last block that others own too is copied first.
+
     The new KV counts at once: its position is the sequence's length, its metric 0, and
     `context_len` and `seq_len` grow by one. Its key and value are written layer by layer with
     `KVPool.write_newest`.
@@ -144,11 +148,16 @@ def begin_append(
     ok = (jnp.sum(needs_block) <= free_blocks(cache)) & jnp.all(
         ~needs_block | (length // b < big_m)
     )
+    table = cache.block_table
+    if cache.shared is not None:
+        touched = ragged(cache, length, ok & active)
+        cache, table, copied = unshare(cache, table, touched, jnp.sum(needs_block))
+        ok &= copied
     ids = jnp.where(ok & needs_block, nth_free(cache.free, rank), n)
     cache = claim(cache, ids)
     slot, layer, head = jnp.indices(length.shape, sparse=True)
     column = jnp.where(ok & needs_block, length // b, big_m)
-    table = cache.block_table.at[slot, layer, head, column].set(ids, mode="drop")
+    table = table.at[slot, layer, head, column].set(ids, mode="drop")
 
     grows = ok & active
     block = jnp.take_along_axis(table, jnp.minimum(length // b, big_m - 1)[..., None], -1)[..., 0]
