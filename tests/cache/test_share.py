@@ -193,7 +193,7 @@ def test_sharing_takes_no_block_and_appending_takes_the_ragged_ones():
 
 
 def test_many_copies_are_made_in_rounds(monkeypatch):
-    monkeypatch.setattr("kvjax.cache.store.share.COPIED_AT_ONCE", 4)
+    monkeypatch.setattr("kvjax.cache.store.sharing.COPIED_AT_ONCE", 4)
     monkeypatch.setattr(sys.modules[__name__], "own", jax.jit(lambda *args: unshare_slots(*args)))
     shared = Shared(9)
     shared.write(0, 9)

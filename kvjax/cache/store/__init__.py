@@ -18,7 +18,7 @@ from kvjax.cache.store.paged import (
     valid_slots,
 )
 from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_layer, write_newest
-from kvjax.cache.store.share import share, unshare, unshare_slots
+from kvjax.cache.store.sharing import share, unshare, unshare_slots
 from kvjax.cache.store.slots import put_slots, take_slots
 from kvjax.cache.store.spec import CacheSpec, Plane
 from kvjax.cache.store.write import append, begin_append, write_prompt

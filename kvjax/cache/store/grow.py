@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from kvjax.cache.store.paged import PagedCache, blocks_for, claim, free_blocks, nth_free
-from kvjax.cache.store.share import ragged, unshare
+from kvjax.cache.store.sharing import ragged, unshare
 
 
 def grow(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 from kvjax.cache.store.grow import grow
 from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, nth_free
 from kvjax.cache.store.pool import scattered
-from kvjax.cache.store.share import ragged, unshare
+from kvjax.cache.store.sharing import ragged, unshare
 
 
 def write_prompt(
