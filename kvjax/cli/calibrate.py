@@ -1,9 +1,10 @@
 """Learn from a model's own repetitions which KVs will be read, for the method predicted-reads.
 
 Each text runs through the model, which is then made to repeat it; what it reads while it does (the
-scores of KVzip and KVzap) is predicted from its hidden states by ridge regression. The result is a
-safetensors file for --calibration of the other commands. A run that was stopped goes on where it
-was.
+scores of KVzip and KVzap) is predicted from its hidden states by ridge regression. Then the
+prediction is trained on what the model says behind contexts that were compressed by it. The result
+is a safetensors file for --calibration of the other commands. A run that was stopped goes on where
+it was.
 
     kvjax calibrate                               # the small model, on the texts of this package
     kvjax calibrate --weights ./Llama-3.1-8B-Instruct --out llama.safetensors
@@ -30,6 +31,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--tokens", type=int, default=700, help="tokens of each text (default: %(default)s)"
     )
+    how.add_argument(
+        "--exercises",
+        type=int,
+        default=160,
+        help="contexts that the choice is trained on, 0 for none (default: %(default)s)",
+    )
     how.add_argument("--out", type=Path, help="file (MODEL.safetensors)")
     how.add_argument("--plot", type=Path, help="picture of the fit by layer")
 
@@ -39,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     from kvjax.engine.calibrate import CalibrationSettings
 
     settings = CalibrationSettings(
-        tokens=options.tokens, least_tokens=min(64, max(16, options.tokens))
+        tokens=options.tokens,
+        least_tokens=min(64, max(16, options.tokens)),
+        exercises=options.exercises,
     )
     if options.texts is not None:
         check_whole("--texts", options.texts, 2)
@@ -104,6 +113,9 @@ def calibrate(options, settings, texts: list[str], progress: Progress) -> int:
     for layer, (good, rank) in enumerate(rows):
         print(f"{layer:5}  {good:5.2f}  {rank:16.2f}")
     print(f" mean  {fit.explained.mean():5.2f}  {fit.rank_correlation.mean():16.2f}")
+    for rate, (before, after) in fit.divergence.items():
+        kl = f"KL of answers behind held-out contexts at {rate:2}x: {before:.3f}"
+        print(f"{kl}, trained {after:.3f}")
     if options.plot is not None:
         from kvjax.eval.plots import plot_fit
 

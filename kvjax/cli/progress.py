@@ -44,17 +44,22 @@ class TimeLeft:
     def __init__(self, progress: Progress):
         self._progress = progress
         self._start, self._said = time.perf_counter(), -SAY_EVERY
+        self._first, self._total = 0, -1
         self._live = sys.stderr.isatty()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Say what is being done, after `done` of `total` results."""
         now = time.perf_counter()
+        if total != self._total:
+            # Another stage, or one that goes on where it was.
+            self._start, self._first, self._total = now, done, total
         if not self._live and now - self._said < SAY_EVERY:
             return
         self._said = now
         left = ""
-        if done:
-            left = f", {spell((now - self._start) / done * (total - done))} left"
+        if done > self._first:
+            each = (now - self._start) / (done - self._first)
+            left = f", {spell(each * (total - done))} left"
         self._progress(f"{done}/{total}{left}: {what}")
 
 

@@ -4,6 +4,7 @@ import argparse
 import functools
 import gzip
 import json
+import re
 
 import numpy as np
 import pytest
@@ -30,16 +31,21 @@ def data(tmp_path):
 def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     out, plot = tmp_path / "own.safetensors", tmp_path / "fit.png"
     command = ["--weights", str(tiny_folder), "--data", str(data), "--tokens", "96"]
-    command += ["--texts", "6", "--out", str(out), "--plot", str(plot)]
+    command += ["--texts", "6", "--exercises", "2", "--out", str(out), "--plot", str(plot)]
     assert main_of(CALIBRATE, command) == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0].split()[:2] == ["layer", "R2"]
     assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "mean"]
     assert "6 texts, 552 tokens" in said.err
+    gained = [
+        re.fullmatch(r"KL of .* at +(\d+)x: ([\d.]+), trained ([\d.]+)", x) for x in lines[4:7]
+    ]
+    assert [int(row[1]) for row in gained if row] == [8, 16, 32]
+    assert np.mean([float(row[3]) - float(row[2]) for row in gained if row]) <= 0
     found = Calibration.load(out)
     assert found.recipe["source"] == "texts"
-    assert found.recipe["tokens"] == "96"
+    assert (found.recipe["tokens"], found.recipe["exercises"]) == ("96", "2")
     assert plot.read_bytes().startswith(b"\x89PNG")
     # Neither its state nor anything half written stays.
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "own.safetensors", "texts"]
@@ -81,6 +87,7 @@ def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content
     [
         (["--tokens", "3"], "tokens"),
         (["--texts", "1"], "--texts"),
+        (["--exercises", "-1"], "exercises"),
         (["--out", "/nowhere/at/all/x"], "there is no folder /nowhere/at/all"),
         (["--data", "/nowhere"], "there is no /nowhere"),
     ],

@@ -45,6 +45,12 @@ def test_the_time_left_follows_from_what_is_done(monkeypatch):
     now += 31
     say("c", 10, 40)
     assert told.lines == ["0/40: a", "10/40, 3 min left: c"]
+    # A stage that goes on where an earlier run was begins its own clock.
+    now += 60
+    say("d", 90, 100)
+    now += 60
+    say("d", 94, 100)
+    assert told.lines[2:] == ["90/100: d", "94/100, 2 min left: d"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from kvjax.models import load_model
 from tests.oracle.repetition import repetition_scores
 from tests.tiny import write_tiny
 
-SETTINGS = CalibrationSettings(tokens=96, least_tokens=32)
+SETTINGS = CalibrationSettings(tokens=96, least_tokens=32, exercises=0)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +250,8 @@ def test_a_fit_that_is_no_better_than_a_constant_is_none(model, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"ridge": float("nan")},
-                                   {"least_tokens": 800}, {"claim_share": 1}])  # fmt: skip
+                                   {"least_tokens": 800}, {"claim_share": 1},
+                                   {"exercises": -1}, {"exercise_tokens": 12}])  # fmt: skip
 def test_settings_out_of_range_are_refused_in_one_line(wrong):
     with pytest.raises(UserError) as caught:
         CalibrationSettings(**wrong)

@@ -32,7 +32,7 @@ FIRST, LAST, THING, PLACE, QUALITY, COLOUR, VERB = (
 )
 
 
-class _Draw:
+class Draw:
     """Words and numbers of one text."""
 
     def __init__(self, seed: int):
@@ -88,13 +88,13 @@ class _Draw:
         return forms[self.number(0, len(forms))]
 
 
-def _report(draw: _Draw, lines: int) -> str:
+def _report(draw: Draw, lines: int) -> str:
     sections = (draw.fact() for _ in range(lines))
     head = f"Report of {draw.name()} on the {draw.of(THING)}, {draw.date()}\n\n"
     return head + " ".join(s + ("\n\n" if draw.number(0, 5) == 0 else "") for s in sections)
 
 
-def _table(draw: _Draw, lines: int) -> str:
+def _table(draw: Draw, lines: int) -> str:
     columns = [draw.of(QUALITY) for _ in range(draw.number(2, 5))]
     rows = [f"| item | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for _ in range(lines):
@@ -103,7 +103,7 @@ def _table(draw: _Draw, lines: int) -> str:
     return f"## Inventory of {draw.of(PLACE)}\n\n" + "\n".join(rows)
 
 
-def _records(draw: _Draw, lines: int) -> str:
+def _records(draw: Draw, lines: int) -> str:
     rows = []
     for _ in range(lines):
         rows.append(
@@ -113,7 +113,7 @@ def _records(draw: _Draw, lines: int) -> str:
     return "[\n" + ",\n".join(rows) + "\n]"
 
 
-def _code(draw: _Draw, lines: int) -> str:
+def _code(draw: Draw, lines: int) -> str:
     rows = ["import math", "", ""]
     for _ in range(lines // 3 + 1):
         thing, quality = draw.of(THING).replace("-", "_"), draw.of(QUALITY)
@@ -128,7 +128,7 @@ def _code(draw: _Draw, lines: int) -> str:
     return "\n".join(rows)
 
 
-def _talk(draw: _Draw, lines: int) -> str:
+def _talk(draw: Draw, lines: int) -> str:
     first, second = draw.of(FIRST), draw.of(FIRST)
     rows = []
     for number in range(lines):
@@ -138,7 +138,7 @@ def _talk(draw: _Draw, lines: int) -> str:
     return "\n".join(rows)
 
 
-def _questions(draw: _Draw, lines: int) -> str:
+def _questions(draw: Draw, lines: int) -> str:
     rows = []
     for _ in range(lines // 2 + 1):
         thing, quality, value = draw.of(THING), draw.of(QUALITY), draw.value()
@@ -147,14 +147,14 @@ def _questions(draw: _Draw, lines: int) -> str:
     return "\n\n".join(rows)
 
 
-def _letter(draw: _Draw, lines: int) -> str:
+def _letter(draw: Draw, lines: int) -> str:
     body = " ".join(draw.fact() for _ in range(lines))
     return (
         f"{draw.of(PLACE)}, {draw.date()}\n\nDear {draw.name()},\n\n{body}\n\nYours, {draw.name()}"
     )
 
 
-def _log(draw: _Draw, lines: int) -> str:
+def _log(draw: Draw, lines: int) -> str:
     rows = []
     for _ in range(lines):
         level = draw.of(["INFO", "WARN", "ERROR", "DEBUG"])
@@ -169,12 +169,12 @@ KINDS = (_report, _table, _records, _code, _talk, _questions, _letter, _log)
 
 def generated_text(number: int, lines: int = 40) -> str:
     """Text `number` (0, 1, …), of a kind in turn; about 30 tokens a line."""
-    return KINDS[number % len(KINDS)](_Draw(number), lines)
+    return KINDS[number % len(KINDS)](Draw(number), lines)
 
 
 def planted(text: str, number: int, count: int = 4) -> str:
     """The text with `count` made-up facts between its sentences."""
-    draw = _Draw(10_000 + number)
+    draw = Draw(10_000 + number)
     sentences = text.split(". ")
     for _ in range(count):
         sentences.insert(draw.number(0, len(sentences) + 1), draw.fact().rstrip("."))

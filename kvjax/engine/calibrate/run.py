@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
 from kvjax.checks import check_number, check_whole
+from kvjax.engine.calibrate.choice import Fitted
+from kvjax.engine.calibrate.exercises import SAID, turn_of
 from kvjax.engine.calibrate.fit import (
     FIRST,
     Sums,
@@ -26,6 +27,8 @@ from kvjax.engine.calibrate.fit import (
     solve,
     target,
 )
+from kvjax.engine.calibrate.practice import Practice, Practised, practise
+from kvjax.engine.calibrate.state import load, save
 from kvjax.engine.calibrate.teacher import Lesson, lesson
 from kvjax.engine.repeat import repeat_artefacts, request_tokens
 from kvjax.errors import UserError
@@ -52,18 +55,27 @@ class CalibrationSettings:
 
     tokens: int = 700
     """Tokens of a text that are used; shorter ones count as they are."""
+    fitted: int = 48
+    """Texts that are fitted at most, some of each kind; exercises are made of all of them."""
     least_tokens: int = 64
     """Texts of fewer tokens are passed over."""
     ridge: float = 1e-3
     """Of the fit, times the number of tokens."""
     claim_share: float = 0.3
     """Share of a budget that what is read now may claim."""
+    exercises: int = 160
+    """Contexts that the choice is trained on (`kvjax.engine.calibrate.choice`); 0 for none."""
+    exercise_tokens: int = 1024
+    """Tokens of each of these at most."""
 
     def __post_init__(self):
         check_whole("tokens", self.tokens, 16, 2**20)
+        check_whole("fitted", self.fitted, 2)
         check_whole("least_tokens", self.least_tokens, 16, self.tokens)
         check_number("ridge", self.ridge, 0, 1)
         check_number("claim_share", self.claim_share, 0.01, 0.99)
+        check_whole("exercises", self.exercises, 0)
+        check_whole("exercise_tokens", self.exercise_tokens, 256, 2**20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +87,9 @@ class Fit:
     """R² on the texts held out."""
     rank_correlation: Float[np.ndarray, "L H"]
     """Spearman's, between predictions and scores of sampled tokens of these."""
+    divergence: dict[int, tuple[float, float]]
+    """KL(full cache ‖ compressed) of what is said behind held-out contexts, by rate: with the fit
+    of scores, and with what was trained. Empty without exercises."""
     texts: int
     tokens: int
 
@@ -103,7 +118,10 @@ def calibrate(
         UserError: fewer than two texts are long enough; the fit predicts no better than a constant;
             the state cannot be written.
     """
-    prompts = list(_prompts(model, texts, settings))
+    # Neighbours are alike, and every second one may be, too.
+    order: list[int] = np.random.default_rng(5).permutation(len(texts)).tolist()
+    chosen = [texts[i] for i in sorted(order[: settings.fitted])]
+    prompts = list(_prompts(model, chosen, settings))
     if len(prompts) < 2:
         raise UserError(
             f"{len(prompts)} of {len(texts)} texts have {settings.least_tokens} tokens or more: "
@@ -112,6 +130,8 @@ def calibrate(
     digest = hashlib.sha256()
     for ids in prompts:
         digest.update(ids.tobytes() + b"/")
+    for text in texts:
+        digest.update(text.encode() + b"/")
     own_hash = model.fingerprint
     made_of = {
         **{name: str(value) for name, value in dataclasses.asdict(settings).items()},
@@ -128,7 +148,16 @@ def calibrate(
         if kept is not None and learned.done % SAVE_EVERY == 0:
             learned.save(kept, key)
     progress("fitting", len(prompts), len(prompts))
-    fit = _fitted(model, learned, settings, own_hash, {**(recipe or {}), **made_of})
+
+    def train(fitted: Fitted) -> Practised:
+        room = model.config.max_position_embeddings - SAID
+        practice = Practice(settings.exercises, min(settings.exercise_tokens, room))
+        of_choice = kept and kept.with_name(kept.name + ".choice")
+        return practise(
+            model, texts, fitted, practice, state=of_choice, key=key, progress=progress
+        )  # fmt: skip
+
+    fit = _fitted(model, learned, settings, own_hash, {**(recipe or {}), **made_of}, train)
     if kept is not None:
         kept.unlink(missing_ok=True)
     return fit
@@ -138,8 +167,7 @@ def _prompts(
     model: LoadedModel, texts: Sequence[str], settings: CalibrationSettings
 ) -> Iterator[np.ndarray]:
     """The tokens of each text that is long enough, as a user's turn opens."""
-    mark = "\u2045text\u2046"
-    head = model.tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)[0]
+    head, _ = turn_of(model.tokenizer)
     for text in texts:
         # No token is longer than this on average.
         ids = model.tokenizer.encode(head + text[: 16 * settings.tokens])[: settings.tokens]
@@ -207,32 +235,21 @@ class _Learned:
 
     def save(self, path: Path, key: str) -> None:
         """Write all of it, whole or not at all."""
-        arrays: dict[str, Any] = {"key": np.array(key), "done": self.done, "reads": self.reads}
+        arrays: dict[str, Any] = {"done": self.done, "reads": self.reads}
         for name in ("fitted", "held_out"):
             for part, value in vars(getattr(self, name)).items():
                 arrays[f"{name}/{part}"] = value
         for number, sample in enumerate(self.samples):
             arrays |= {f"sample/{number}/{part}": value for part, value in sample.items()}
-        part = path.with_name(path.name + ".writing")
-        try:
-            with open(part, "wb") as file:
-                np.savez(file, **arrays)
-            os.replace(part, path)
-        except OSError as error:
-            raise UserError(f"calibration state {path}: {error.strerror or error}") from None
-        finally:
-            part.unlink(missing_ok=True)
+        save(path, key, arrays)
 
     @classmethod
     def load(cls, path: Path | None, key: str) -> "_Learned | None":
         """What stands in a file of the same model, texts and settings; None without one."""
-        if path is None or not path.is_file():
+        arrays = load(path, key)
+        if arrays is None:
             return None
         try:
-            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            if str(arrays["key"]) != key:
-                return None
             sums = []
             for name in ("fitted", "held_out"):
                 parts = {p.name: arrays[f"{name}/{p.name}"] for p in dataclasses.fields(Sums)}
@@ -242,7 +259,7 @@ class _Learned:
                 if name.startswith("sample/"):
                     _, number, part = name.split("/")
                     samples.setdefault(int(number), {})[part] = value
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        except (ValueError, KeyError):
             return None
         fitted, held_out = sums
         every = list(samples.values())
@@ -280,6 +297,7 @@ def _fitted(
     settings: CalibrationSettings,
     own_hash: str,
     recipe: dict[str, str],
+    train: Callable[[Fitted], Practised],
 ) -> Fit:
     weight, extra = solve(learned.fitted, settings.ridge)
     good = explained(learned.held_out, weight, extra)
@@ -288,6 +306,11 @@ def _fitted(
             f"on texts that were held out the fit explains {good.mean():.2f} of the variance, no "
             "more than a constant does; nothing is written: give more and longer texts"
         )
+    divergence = {}
+    if settings.exercises:
+        trained = train(Fitted.of(learned.fitted, weight, extra, settings.tokens - 1))
+        weight, extra = trained.weight, trained.extra
+        divergence = {rate: (was, trained.after[rate]) for rate, was in trained.before.items()}
     found = [
         np.einsum("ltd,ldh->lht", s["hidden"], weight)
         + np.einsum("lhte,lhe->lht", s["extra"], extra)
@@ -307,4 +330,4 @@ def _fitted(
     }
     fit = Calibration(arrays, own_hash, recipe)
     tokens = learned.fitted.count + learned.held_out.count
-    return Fit(fit, good, ranks, learned.done, tokens)
+    return Fit(fit, good, ranks, divergence, learned.done, tokens)

@@ -4,9 +4,11 @@ import os
 from importlib import resources
 from pathlib import Path
 
+import jax
+
 from kvjax.cache.calibration import Calibration
 from kvjax.engine.calibrate.run import CalibrationSettings, Progress, calibrate
-from kvjax.engine.calibrate.texts import QUICK, default_texts
+from kvjax.engine.calibrate.texts import QUICK, QUICK_EXERCISES, default_texts
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.hub import user_cache_dir
@@ -52,7 +54,11 @@ def find_or_make(
     found = find(model)
     if found is not None:
         return found
-    settings = CalibrationSettings(tokens=min(600, model.config.max_position_embeddings // 3))
+    settings = CalibrationSettings(
+        tokens=min(600, model.config.max_position_embeddings // 3),
+        # Minutes on a CPU, seconds elsewhere.
+        exercises=0 if jax.default_backend() == "cpu" else QUICK_EXERCISES,
+    )
     fit = calibrate(model, default_texts(QUICK), settings, progress=progress)
     path = shelved(fit.calibration.model_hash)
     try:

@@ -14,6 +14,9 @@ GENERATED = 48
 QUICK = 24
 """Texts of each of the two kinds that are enough where a model calibrates itself at first use."""
 
+QUICK_EXERCISES = 96
+"""Exercises that are enough there, off a CPU."""
+
 
 def excerpts() -> list[str]:
     """The excerpts of books that come with this package."""

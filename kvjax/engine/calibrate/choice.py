@@ -1,0 +1,249 @@
+"""The choice: predictions trained on what the model then says.
+
+A fit of scores asks of each KV alone how much it is read. What a budget leaves has to be enough
+together, and most of what is read can be missed. So the fit is moved along the gradient of
+KL(full cache ‖ compressed cache) of what is said behind a compressed context.
+
+KVs are chosen as the engine chooses them; the gradient goes through the weight of each KV in the
+attention that follows, which also tells what a KV that went would have changed (straight-through
+estimator: Bengio et al. 2013). As a budget is fixed, what all predictions share changes nothing.
+"""
+
+import dataclasses
+from typing import NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache.evict import NOTHING, decide, eviction_scores
+from kvjax.cache.methods.predicted_reads import METHODS
+from kvjax.cache.policy.allocate import BlockCosts, Budget
+from kvjax.cache.policy.block_cost import block_costs, smallest
+from kvjax.cache.store import blocks_for
+from kvjax.engine.calibrate.fit import EXTRAS, Sums
+from kvjax.kernels import prefill_attention
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import forward, logits
+
+BLOCK_SIZE = 16
+"""Of the cache that is trained for: the engine's default."""
+SOFTNESS = 1.0
+"""Logarithmic units around the price of a block within which KVs could have stayed or gone."""
+METHOD = next(method for method in METHODS if method.scorer and not method.query_aware)
+"""What chooses: the prediction alone."""
+
+
+class Change(NamedTuple):
+    """What is added to a fit, for regressors of mean 0 and variance 1 where they are hidden."""
+
+    weight: Float[Array, "L D H"]
+    extra: Float[Array, "L H E"]
+
+    @classmethod
+    def none(cls, config: ModelConfig) -> "Change":
+        """Nothing."""
+        num_layers, num_heads = config.num_layers, config.num_kv_heads
+        return cls(
+            jnp.zeros((num_layers, config.hidden_size, num_heads)),
+            jnp.zeros((num_layers, num_heads, EXTRAS)),
+        )
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """What is trained from: the fit, and the scale of each hidden regressor."""
+
+    weight: Float[Array, "L D H"]
+    extra: Float[Array, "L H E"]
+    mean: Float[Array, "L D"]
+    deviation: Float[Array, "L D"]
+    last: Float[Array, ""]
+    """Positions behind this one count as this one."""
+
+    @classmethod
+    def of(
+        cls,
+        sums: Sums,
+        weight: Float[np.ndarray, "L D H"],
+        extra: Float[np.ndarray, "L H E"],
+        last: int,
+    ) -> "Fitted":
+        """From what `solve` found; the last regressor of every head is 1."""
+        mean = sums.cross[:, 0, :, -1] / sums.count
+        squares = np.diagonal(sums.hidden, axis1=1, axis2=2) / sums.count
+        deviation = np.sqrt(np.maximum(squares - mean**2, 0)) + 1e-4
+        parts = (weight, extra, mean, deviation, last)
+        return cls(*(jnp.asarray(part, jnp.float32) for part in parts))
+
+    def changed(self, change: Change) -> tuple[Float[Array, "L D H"], Float[Array, "L H E"]]:
+        """Weights of hidden state and extras, the change in them."""
+        scaled = change.weight / self.deviation[..., None]
+        shift = jnp.einsum("ld,ldh->lh", self.mean, scaled)
+        extra = (self.extra + change.extra).at[..., -1].add(-shift)
+        return self.weight + scaled, extra
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Studied:
+    """A context of T tokens as the model saw it, and what it says behind it with all of it."""
+
+    hidden: Float[Array, "L T D"]
+    """What enters each layer's attention block."""
+    k: Float[Array, "L T H d"]
+    v: Float[Array, "L T H d"]
+    length: Int32[Array, ""]
+    said: Int32[Array, "N C"]
+    counted: Bool[Array, "N C"]
+    """The tokens of these behind which the next one counts."""
+    log_p: Float[Array, "N C V"]
+    """Of each next token, with the full cache."""
+
+
+def study(
+    config: ModelConfig,
+    params: nnx.State,
+    context: Int32[Array, " T"],
+    length: Int32[Array, ""],
+    said: Int32[Array, "N C"],
+    counted: Bool[Array, "N C"],
+) -> Studied:
+    """Run a context and what is said behind it, each of N by itself, with the full cache.
+
+    Args:
+        config: the model (static).
+        params: its parameters.
+        context: token ids, padded at the end to a multiple of `BLOCK_SIZE`.
+        length: those that count.
+        said: token ids, padded at the end.
+        counted: after which of them the next token counts.
+    """
+
+    def attend(carry, layer, q, k, v, hidden):
+        return carry, prefill_attention(q[0], k[0], v[0])[None], (k[0], v[0], hidden[0])
+
+    positions = jnp.arange(context.shape[0], dtype=jnp.int32)
+    seen = forward(config, params, context[None], positions[None], attend, ())[2]
+    k, v, hidden = seen
+    there = jnp.arange(context.shape[0]) < length
+    every = jnp.broadcast_to(there, (*k.shape[:1], k.shape[2], k.shape[1])).astype(jnp.float32)
+    last = _behind(config, params, k, v, every, length, said)
+    log_p = lax.map(lambda x: _log_p(config, params, x), last)
+    return Studied(hidden, k, v, length, said, counted, log_p)
+
+
+def loss(
+    config: ModelConfig,
+    change: Change,
+    fitted: Fitted,
+    params: nnx.State,
+    of: Studied,
+    blocks: Int32[Array, ""],
+) -> Float[Array, ""]:
+    """Mean KL(full ‖ compressed) of the tokens that count, with so many blocks of context.
+
+    Its gradient by `change` is that of the choice; see above.
+    """
+    scores = predictions(fitted, change, of)
+    stays, price = kept(lax.stop_gradient(scores), of.length, blocks)
+    position = jnp.arange(scores.shape[-1])
+    free = (position >= METHOD.sinks) & (position < of.length - METHOD.protected)
+    away = (scores - price) / SOFTNESS
+    # Nothing can be gained by all of them together: the price goes with them.
+    slope = lax.stop_gradient(jax.nn.sigmoid(away) * jax.nn.sigmoid(-away) * free)
+    common = jnp.sum(slope * scores) / jnp.maximum(jnp.sum(slope), 1e-12)
+    soft = free * jax.nn.sigmoid(away - (common - lax.stop_gradient(common)) / SOFTNESS)
+    weight = stays + soft - lax.stop_gradient(soft)
+    last = _behind(config, params, of.k, of.v, weight, of.length, of.said)
+
+    def divergence(part):
+        last, full, counts = part
+        found = jnp.sum(jnp.exp(full) * (full - _log_p(config, params, last)), axis=-1)
+        return jnp.sum(jnp.where(counts, found, 0)) / jnp.maximum(jnp.sum(counts), 1)
+
+    return jnp.mean(lax.map(jax.checkpoint(divergence), (last, of.log_p, of.counted)))
+
+
+def predictions(fitted: Fitted, change: Change, of: Studied) -> Float[Array, "L H T"]:
+    """`predicted` of all layers, as a function of the change."""
+    weight, extra = fitted.changed(change)
+
+    def log_norm(x: Array) -> Array:
+        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
+        return jnp.swapaxes(jnp.log(jnp.maximum(squares, 1e-12)) / 2, 1, 2)
+
+    position = jnp.arange(of.hidden.shape[1], dtype=jnp.float32)
+    at = jnp.log1p(jnp.minimum(position, fitted.last))
+    found = jnp.einsum("ltd,ldh->lht", of.hidden.astype(jnp.float32), weight)
+    found = found + log_norm(of.k) * extra[..., :1] + log_norm(of.v) * extra[..., 1:2]
+    return found + at * extra[..., 2:3] + extra[..., 3:]
+
+
+def kept(
+    scores: Float[Array, "L H T"], length: Int32[Array, ""], blocks: Int32[Array, ""]
+) -> tuple[Float[Array, "L H T"], Float[Array, ""]]:
+    """1 for the KVs of a prompt that stay with so many blocks, else 0; and the price of a block.
+
+    The price is the largest score that goes.
+    """
+    num_layers, num_heads, num_tokens = scores.shape
+    heads = (num_layers, num_heads)
+    position = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), scores.shape)
+    held, seen = jnp.full(heads, length, jnp.int32), jnp.full(heads, length, jnp.int32)
+    ranks, _ = eviction_scores(METHOD, scores, {}, position, held, seen, METHOD.protected)
+    cost = block_costs(ranks, held, BLOCK_SIZE)
+    budget = Budget.of(blocks, length, METHOD.protected, 0.0, (*heads, BLOCK_SIZE))
+    costs = BlockCosts(cost, blocks_for(held, BLOCK_SIZE), jnp.zeros(heads), same_in_layer=False)
+    given = decide(METHOD, costs, held, budget, NOTHING)
+    gone = smallest(ranks, given.count, given.threshold)
+    stays = ~gone & (position < length)
+    return stays.astype(jnp.float32), jnp.max(given.threshold)
+
+
+def _log_p(
+    config: ModelConfig, params: nnx.State, hidden: Float[Array, "C D"]
+) -> Float[Array, "C V"]:
+    return jax.nn.log_softmax(logits(config, params, hidden).astype(jnp.float32))
+
+
+def _behind(
+    config: ModelConfig,
+    params: nnx.State,
+    k: Float[Array, "L T H d"],
+    v: Float[Array, "L T H d"],
+    weight: Float[Array, "L H T"],
+    start: Int32[Array, ""],
+    said: Int32[Array, "N C"],
+) -> Float[Array, "N C D"]:
+    """Run tokens behind a context whose KVs count by a weight, N of them beside each other."""
+    num_said, num_tokens = said.shape
+    within = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+
+    def attend(carry, layer, q, own_k, own_v, _):
+        heads = own_k.shape[2]
+        q = q.reshape(num_said, num_tokens, heads, -1, q.shape[-1]) * q.shape[-1] ** -0.5
+        held_k, held_v, counts = k[layer], v[layer], weight[layer][None, :, None, None]
+        held = jnp.einsum("nqhrd,phd->nhrqp", q, held_k).astype(jnp.float32)
+        own = jnp.einsum("nqhrd,nphd->nhrqp", q, own_k).astype(jnp.float32)
+        own = jnp.where(within, own, -1e30)
+        top = jnp.maximum(jnp.max(jnp.where(counts > 0, held, -1e30), axis=-1), own.max(axis=-1))
+        top = lax.stop_gradient(top)[..., None]
+        # What went may have read more than all that stayed: as a slope, no more than e⁸ of it.
+        held = counts * jnp.exp(jnp.minimum(held - top, 8.0))
+        own = jnp.exp(own - top)
+        total = jnp.sum(held, axis=-1) + jnp.sum(own, axis=-1)
+        out = jnp.einsum("nhrqp,phd->nqhrd", held, held_v.astype(jnp.float32))
+        out = out + jnp.einsum("nhrqp,nphd->nqhrd", own, own_v.astype(jnp.float32))
+        out = out / jnp.moveaxis(total, 3, 1)[..., None]
+        return carry, out.reshape(num_said, num_tokens, -1, q.shape[-1]).astype(own_v.dtype), ()
+
+    positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
+    positions = jnp.broadcast_to(positions, said.shape)
+    return forward(config, params, said, positions, attend, ())[0]

@@ -1,0 +1,184 @@
+"""What the choice is trained on: contexts in a user's turn, and what is said behind them.
+
+Facts are planted in the calibration texts. Behind a context come questions about them and their
+answers, and a passage of the text that is quoted, or with which it goes on. In a third of the
+exercises a question stands in the compressed context itself, and the answer follows. No wording and
+no name is the evaluation's.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.engine.calibrate.generated import (
+    COLOUR,
+    FIRST,
+    PLACE,
+    QUALITY,
+    THING,
+    VERB,
+    Draw,
+)
+from kvjax.errors import UserError
+from kvjax.models.tokenizer import Tokenizer
+
+ASKED = 2
+"""Facts that are asked about behind one context."""
+SAID, SAID_INSIDE = 64, 24
+"""Tokens said behind a context at most: with the question, and where that is in the context."""
+QUOTED = 32
+"""Tokens of a passage that is quoted."""
+GOING_ON = 48
+"""Tokens of the text that follow a context."""
+OPENING = 8
+"""Tokens of it that the request gives."""
+REQUESTS = (
+    '\n\nQuote the passage that begins with "{}".',
+    '\n\nHow does the text go on after "{}"?',
+    '\n\nContinue: "{}"',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exercise:
+    """A context that is compressed, and what is said behind it."""
+
+    context: list[int]
+    """Token ids."""
+    said: list[list[int]]
+    """Token ids behind the context, each of these by itself."""
+    first: list[int]
+    """The first token of each behind which the next one counts."""
+
+    def padded(self, tokens: int) -> tuple[np.ndarray, np.int32, np.ndarray, np.ndarray]:
+        """Context [tokens], its length, what is said [N, C], what of it counts [N, C].
+
+        N is 1 and C `SAID_INSIDE` where the question is in the context, else `ASKED` + 1 and
+        `SAID`.
+        """
+        shape = (1, SAID_INSIDE) if len(self.said) == 1 else (ASKED + 1, SAID)
+        context = np.pad(self.context, (0, tokens - len(self.context))).astype(np.int32)
+        said, counted = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        for row, (ids, first) in enumerate(zip(self.said, self.first)):
+            ids = ids[: shape[1]]
+            said[row, : len(ids)] = ids
+            counted[row, first : len(ids) - 1] = True
+        return context, np.int32(len(self.context)), said, counted
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A sentence, what may be asked of it, and the answer."""
+
+    statement: str
+    question: str
+    answer: str
+
+
+def drawn_fact(draw: Draw) -> Fact:
+    """A made-up fact of one of ten forms."""
+    thing, quality, value = draw.of(THING), draw.of(QUALITY), draw.value()
+    name, place, number = draw.name(), draw.of(PLACE), draw.digits()
+    colour, other = draw.of(COLOUR), draw.of(COLOUR)
+    done, day, first = draw.of(VERB), draw.date(), draw.of(FIRST)
+    forms = (
+        (f"The {quality} of the {thing} is {value}.",
+         f"What is the {quality} of the {thing}?",
+         f"The {quality} of the {thing} is {value}."),
+        (f"{name} wrote down {number} as the {quality} of the {thing}.",
+         f"What did {name} write down as the {quality} of the {thing}?",
+         f"{name} wrote down {number}."),
+        (f"The {thing} belongs to {name}, who lives in {place}.",
+         f"Who owns the {thing}?",
+         f"The {thing} belongs to {name}."),
+        (f"The {thing} belongs to {name}, who lives in {place}.",
+         f"Where does {name} live?",
+         f"{name} lives in {place}."),
+        (f"For questions about the {thing}, call {number} and ask for {name}.",
+         f"Which number should be called for questions about the {thing}?",
+         f"For questions about the {thing}, call {number}."),
+        (f"In {place}, the {thing} was {done} by {name}.",
+         f"Who dealt with the {thing} in {place}?",
+         f"It was {name}."),
+        (f"{first} hid {value} in the {thing}.",
+         f"What was hidden in the {thing}?",
+         f"In the {thing}, {value} was hidden."),
+        (f"Remember that the {quality} is {number}; once more, the {quality} is {number}.",
+         f"Tell me the {quality}.",
+         f"The {quality} is {number}."),
+        (f"{quality} {colour}: {number}\n{quality} {other}: {draw.digits()}.",
+         f"What is the {quality} {colour}?",
+         f"The {quality} {colour} is {number}."),
+        (f"The {thing} in {place} was painted {colour} on {day}.",
+         f"Which colour was the {thing} in {place} painted?",
+         f"The {thing} was painted {colour}."),
+    )  # fmt: skip
+    return Fact(*forms[draw.number(0, len(forms))])
+
+
+def exercise(tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: int) -> Exercise:
+    """Exercise `number` (0, 1, …), which follows from it and the texts alone.
+
+    Args:
+        tokenizer: the model's.
+        texts: what contexts are made of, in turn.
+        number: which.
+        tokens: of a context at most, template and question included.
+
+    Raises:
+        UserError: the chat template does not show what the user says.
+    """
+    draw = Draw(50_000 + number)
+    head, suffix = turn_of(tokenizer)
+    text = texts[number % len(texts)]
+    if number >= len(texts):
+        # The second time a text begins elsewhere.
+        text = text[draw.number(0, max(1, len(text) // 2)) :]
+    facts = [drawn_fact(draw) for _ in range(draw.number(2, 6))]
+    inside = draw.number(0, 3) == 0
+    asked = facts[: 1 if inside else ASKED]
+    room = tokens - sum(len(tokenizer.encode(fact.statement)) + 2 for fact in facts) - 60
+    size = max(16, draw.number(room // 3, max(room, room // 3 + 1)))
+    ids = tokenizer.encode(text[: 16 * (size + GOING_ON)])
+    sentences = tokenizer.decode(ids[:size]).split(". ")
+    behind = ids[size : size + GOING_ON]
+    for fact in facts:
+        sentences.insert(draw.number(0, len(sentences) + 1), fact.statement.rstrip("."))
+    context = tokenizer.encode(head + ". ".join(sentences))
+    begins = len(tokenizer.encode(head))
+    if inside:
+        question = tokenizer.encode(f"\n\n{asked[0].question}{suffix}")
+        context = context[: tokens - len(question)] + question
+        return Exercise(context, [tokenizer.encode(asked[0].answer)], [0])
+    context = context[:tokens]
+    said, first = [], []
+    for fact in asked:
+        question = tokenizer.encode(f"\n\n{fact.question}{suffix}")
+        said.append(question + tokenizer.encode(fact.answer))
+        first.append(len(question) - 1)
+    if len(behind) == GOING_ON and draw.number(0, 2) == 0:
+        return Exercise(context, [*said, behind], [*first, 0])
+    at = draw.number(begins, max(begins + 1, len(context) - OPENING - QUOTED))
+    opening, passage = np.split(np.asarray(context[at : at + OPENING + QUOTED]), [OPENING])
+    request = REQUESTS[draw.number(0, len(REQUESTS))].format(tokenizer.decode(opening.tolist()))
+    question = tokenizer.encode(request + suffix)
+    # All of it is what counts: a long request loses its beginning.
+    question = question[-(SAID - len(passage)) :]
+    return Exercise(
+        context, [*said, question + passage.tolist()], [*first, len(question) - 1]
+    )  # fmt: skip
+
+
+def turn_of(tokenizer: Tokenizer) -> tuple[str, str]:
+    """What a chat template puts before and after what the user says.
+
+    Raises:
+        UserError: it does not show what the user says.
+    """
+    # No blank space in it, which templates may trim.
+    mark = "\u2045text\u2046"
+    head, found, suffix = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
+    if not found:
+        raise UserError("the chat template does not show what the user says")
+    return head, suffix

@@ -1,0 +1,173 @@
+"""The training of the choice: exercise after exercise, and what it gained on held-out ones."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float
+
+from kvjax.engine.calibrate.choice import BLOCK_SIZE, Change, Fitted, loss, study
+from kvjax.engine.calibrate.exercises import exercise
+from kvjax.engine.calibrate.state import load, save
+from kvjax.models import LoadedModel
+
+RATES = (8, 40)
+"""Compression rates that are trained for."""
+CHECKED: tuple[int, ...] = (8, 16, 32)
+"""Rates that the held-out exercises are looked at with."""
+HELD_OUT = 8
+"""Exercises that are not trained on; they are made of other facts."""
+FIRST_HELD_OUT = 1_000_000
+SAVE_EVERY = 8
+"""Exercises between two states on disk."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Practice:
+    """How the choice is trained."""
+
+    exercises: int = 160
+    """Contexts that it is trained on, each once."""
+    tokens: int = 1024
+    """Of a context at most."""
+    rates_each: int = 2
+    """Rates drawn for each of them, a step each."""
+    step: float = 1.5e-3
+    """Of Adam (Kingma & Ba 2015) at first; it falls to a twentieth along a cosine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Practised:
+    """What training gave."""
+
+    weight: Float[np.ndarray, "L D H"]
+    extra: Float[np.ndarray, "L H E"]
+    before: dict[int, float]
+    """Mean KL(full ‖ compressed) on the held-out exercises with the fit, by rate."""
+    after: dict[int, float]
+    """The same with what is returned."""
+
+
+@dataclasses.dataclass
+class _At:
+    """How far a training is."""
+
+    change: Change
+    moments: Any
+    before: dict[int, float]
+    done: int = 0
+
+    def save(self, path: Path, key: str) -> None:
+        leaves = {f"moment/{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.moments))}
+        before = np.array([self.before[rate] for rate in CHECKED])
+        save(path, key, {**self.change._asdict(), **leaves, "before": before, "done": self.done})
+
+    @classmethod
+    def load(cls, path: Path | None, key: str, init: Callable[[Change], Any]) -> "_At | None":
+        arrays = load(path, key)
+        if arrays is None:
+            return None
+        change = Change(*(jnp.asarray(arrays[name]) for name in Change._fields))
+        leaves, structure = jax.tree.flatten(jax.eval_shape(init, change))
+        moments = [jnp.asarray(arrays[f"moment/{i}"], x.dtype) for i, x in enumerate(leaves)]
+        before = dict(zip(CHECKED, arrays["before"].tolist()))
+        return cls(change, jax.tree.unflatten(structure, moments), before, int(arrays["done"]))
+
+
+def practise(
+    model: LoadedModel,
+    texts: Sequence[str],
+    fitted: Fitted,
+    practice: Practice = Practice(),
+    *,
+    state: Path | None = None,
+    key: str = "",
+    progress: Progress = lambda what, done, total: None,
+) -> Practised:
+    """Train a fit to leave together what is needed together.
+
+    Where the held-out exercises are none the better for it, the fit is returned as it was.
+
+    Args:
+        model: the model.
+        texts: what contexts are made of.
+        fitted: the fit.
+        practice: how.
+        state: a file that keeps what is done.
+        key: what else the training depends on; a state of another key is passed over.
+        progress: called before each exercise.
+
+    Raises:
+        UserError: the state cannot be written; the chat template does not show what the user says.
+    """
+    config, total = model.config, practice.exercises
+    steps = total * practice.rates_each
+    adam = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adam(optax.cosine_decay_schedule(practice.step, steps, 0.05), b2=0.98),
+    )
+    look = jax.jit(functools.partial(study, config))
+    weigh = jax.jit(functools.partial(loss, config))
+
+    @jax.jit
+    def learn(change, moments, *rest):
+        value, slope = jax.value_and_grad(functools.partial(loss, config))(change, *rest)
+        found, after = adam.update(slope, moments)
+        # A step that is no number teaches nothing.
+        good = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(slope))
+        moved = optax.apply_updates(change, found)
+        return jax.tree.map(lambda a, b: jnp.where(good, a, b), (moved, after), (change, moments))
+
+    room = -(-practice.tokens // 64) * 64
+
+    def studied(number: int) -> Any:
+        context, length, *said = exercise(
+            model.tokenizer, texts, number, practice.tokens
+        ).padded(room)  # fmt: skip
+        return look(model.params, context, length, *said), int(length)
+
+    def blocks(length: int, rate: float) -> np.int32:
+        heads = config.num_layers * config.num_kv_heads
+        return np.int32(max(heads, int(length * heads / (rate * BLOCK_SIZE))))
+
+    def checked(change: Change, done: int) -> dict[int, float]:
+        found: dict[int, list[float]] = {rate: [] for rate in CHECKED}
+        for number in range(HELD_OUT):
+            progress("checking", done + number, total + 2 * HELD_OUT)
+            of, length = studied(FIRST_HELD_OUT + number)
+            for rate in CHECKED:
+                value = weigh(change, fitted, model.params, of, blocks(length, rate))
+                found[rate].append(float(value))
+        return {rate: float(np.mean(values)) for rate, values in found.items()}
+
+    at = _At.load(state, key, adam.init)
+    if at is None:
+        none = Change.none(config)
+        at = _At(none, adam.init(none), checked(none, 0))
+    while at.done < total:
+        progress("training the choice", HELD_OUT + at.done, total + 2 * HELD_OUT)
+        of, length = studied(at.done)
+        rng = np.random.default_rng((17, at.done))
+        for exponent in rng.uniform(np.log(RATES[0]), np.log(RATES[1]), practice.rates_each):
+            keep = blocks(length, float(np.exp(exponent)))
+            at.change, at.moments = learn(at.change, at.moments, fitted, model.params, of, keep)
+        at.done += 1
+        if state is not None and at.done % SAVE_EVERY == 0:
+            at.save(state, key)
+    after = checked(at.change, HELD_OUT + total)
+    if np.mean([*after.values()]) < np.mean([*at.before.values()]):
+        changed = fitted.changed(at.change)
+        weight, extra = (np.asarray(x, np.float32) for x in changed)
+    else:
+        weight, extra, after = np.asarray(fitted.weight), np.asarray(fitted.extra), at.before
+    if state is not None:
+        state.unlink(missing_ok=True)
+    return Practised(weight, extra, at.before, after)

@@ -1,0 +1,248 @@
+"""The training of the choice: what is kept, where its gradient points, what it is practised on."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.methods.predicted_reads import predicted
+from kvjax.engine.calibrate import practice as practising
+from kvjax.engine.calibrate.choice import METHOD, Change, Fitted, kept, loss, predictions, study
+from kvjax.engine.calibrate.exercises import (
+    ASKED,
+    QUOTED,
+    SAID,
+    SAID_INSIDE,
+    drawn_fact,
+    exercise,
+    turn_of,
+)
+from kvjax.engine.calibrate.fit import Sums, solve
+from kvjax.engine.calibrate.generated import Draw, generated_text
+from kvjax.engine.calibrate.practice import Practice, practise
+from kvjax.eval.tasks.wordings import FACTS, KEYS, LISTS, NEEDLES, PASSKEYS
+from kvjax.models import load_model
+from tests.oracle.eviction import cheapest_blocks, eviction_count
+from tests.tiny import write_tiny
+
+TOKENS, LENGTH = 128, 117
+TEXTS = [generated_text(i, lines=8) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny(folder)
+    return load_model(weights=str(folder), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def fitted(model):
+    rng = np.random.default_rng(1)
+    sums = Sums.zeros(2, 2, 32)
+    for _ in range(3):
+        hidden = 1 + rng.standard_normal((2, 60, 32)).astype(np.float32)
+        k, v = rng.uniform(0.5, 2, (2, 2, 2, 60)).astype(np.float32)
+        sums.add(hidden, k, v, np.exp(rng.standard_normal((2, 2, 60))).astype(np.float32))
+    weight, extra = solve(sums, 1e-3)
+    return Fitted.of(sums, weight, extra, 99)
+
+
+@pytest.fixture(scope="module")
+def studied(model):
+    rng = np.random.default_rng(2)
+    context = np.pad(rng.integers(0, 256, LENGTH), (0, TOKENS - LENGTH)).astype(np.int32)
+    said = rng.integers(0, 256, (2, 12)).astype(np.int32)
+    counted = np.zeros((2, 12), bool)
+    counted[0, 3:9] = counted[1, :11] = True
+    return jax.jit(study, static_argnums=0)(
+        model.config, model.params, context, np.int32(LENGTH), said, counted
+    )
+
+
+def value_of(model, fitted, studied, blocks, change=None):
+    change = Change.none(model.config) if change is None else change
+    fn = jax.jit(jax.value_and_grad(functools.partial(loss, model.config)))
+    return fn(change, fitted, model.params, studied, np.int32(blocks))
+
+
+@pytest.mark.parametrize("blocks", [4, 9, 20, 32])
+def test_what_is_kept_is_what_the_paper_keeps(blocks):
+    scores = np.random.default_rng(blocks).standard_normal((2, 2, TOKENS)).astype(np.float32)
+    stays, price = jax.jit(kept)(scores, np.int32(LENGTH), np.int32(blocks))
+    costs = {}
+    for layer, head in np.ndindex(2, 2):
+        row = scores[layer, head, :LENGTH].copy()
+        row[: METHOD.sinks] = row[LENGTH - METHOD.protected :] = np.inf
+        costs[layer, head] = row.tolist()
+    chosen = cheapest_blocks(costs, 4 * 8 - blocks, 16)
+    gone = []
+    for (layer, head), row in costs.items():
+        count = eviction_count(LENGTH, chosen.blocks[layer, head], 16)
+        expected = np.ones(TOKENS)
+        expected[LENGTH:] = 0
+        lowest = np.argsort(row, kind="stable")[:count]
+        expected[lowest] = 0
+        gone += [row[i] for i in lowest]
+        np.testing.assert_array_equal(np.asarray(stays)[layer, head], expected)
+    assert float(price) == (np.float32(max(gone)) if gone else -np.inf)
+
+
+def test_predictions_are_those_of_the_method(model, fitted, studied):
+    rng = np.random.default_rng(3)
+    none = Change.none(model.config)
+    change = Change(*(jnp.asarray(rng.standard_normal(x.shape), jnp.float32) / 9 for x in none))
+    weight, extra = fitted.changed(change)
+    last = jnp.full_like(extra[..., :1], fitted.last)
+    found = predictions(fitted, change, studied)
+    position = jnp.arange(TOKENS, dtype=jnp.int32)
+    for layer in range(2):
+        arrays = {"reads_weight": weight[layer],
+                  "reads_extra": jnp.concatenate([extra, last], axis=-1)[layer]}  # fmt: skip
+        of = (studied.hidden[layer], studied.k[layer], studied.v[layer])
+        expected = predicted(arrays, *of, position).T
+        np.testing.assert_allclose(found[layer], expected, rtol=1e-4, atol=1e-4)
+    # A change is one of regressors of mean 0 and variance 1.
+    only = Change(none.weight.at[0, 5, 1].set(0.25), none.extra)
+    moved = predictions(fitted, only, studied) - predictions(fitted, none, studied)
+    scaled = (studied.hidden[0, :, 5] - fitted.mean[0, 5]) / fitted.deviation[0, 5]
+    np.testing.assert_allclose(moved[0, 1], 0.25 * scaled, rtol=1e-3, atol=1e-4)
+    assert not np.abs(moved[1]).max() > 1e-5
+
+
+def test_the_scale_of_regressors_is_that_of_the_texts():
+    rng = np.random.default_rng(7)
+    sums = Sums.zeros(2, 2, 3)
+    hidden = rng.standard_normal((2, 50, 3)).astype(np.float32) * 3 + 2
+    one = np.ones((2, 2, 50), np.float32)
+    sums.add(hidden, one, one, one)
+    found = Fitted.of(sums, *solve(sums, 1e-3), 49)
+    np.testing.assert_allclose(found.mean, hidden[:, 4:].mean(axis=1), rtol=1e-4)
+    np.testing.assert_allclose(found.deviation, hidden[:, 4:].std(axis=1), rtol=1e-3)
+
+
+def test_with_all_blocks_nothing_is_lost(model, fitted, studied):
+    assert float(value_of(model, fitted, studied, 32)[0]) == pytest.approx(0, abs=1e-4)
+    few, some = (float(value_of(model, fitted, studied, n)[0]) for n in (6, 20))
+    assert few > some > 1e-4
+
+
+def test_what_counts_is_what_is_marked(model, fitted, studied):
+    half = dataclasses.replace(studied, counted=studied.counted.at[1].set(False))
+    other = dataclasses.replace(studied, counted=studied.counted.at[0].set(False))
+    whole, one, two = (
+        float(value_of(model, fitted, of, 8)[0]) for of in (studied, half, other)
+    )  # fmt: skip
+    assert whole == pytest.approx(one + two, rel=1e-4)
+
+
+def test_the_gradient_leads_down(model, fitted, studied):
+    value, slope = value_of(model, fitted, studied, 8)
+    size = float(jnp.sqrt(sum(jnp.sum(x**2) for x in slope)))
+    assert size > 0
+    # Steps of some length: what stays changes by whole KVs.
+    better = []
+    for step in (0.5, 1.0, 2.0):
+        change = Change(*(-step * x / size for x in slope))
+        better.append(float(value_of(model, fitted, studied, 8, change)[0]) < float(value))
+    assert any(better)
+
+
+def test_what_all_predictions_share_has_no_slope(model, fitted, studied):
+    slope = value_of(model, fitted, studied, 8)[1]
+    own = np.asarray(slope.extra)[..., 3]
+    assert np.abs(own).max() > 0
+    assert abs(own.sum()) < 1e-3 * np.abs(own).sum()
+
+
+def test_an_exercise_asks_what_the_context_says(model):
+    seen = set()
+    for number in range(16):
+        found = exercise(model.tokenizer, TEXTS, number, 900)
+        again = exercise(model.tokenizer, TEXTS, number, 900)
+        assert (found.context, found.said) == (again.context, again.said)
+        assert len(found.context) <= 900
+        text = model.tokenizer.decode(found.context)
+        head, suffix = turn_of(model.tokenizer)
+        assert text.startswith(head)
+        seen.add(len(found.said))
+        context, length, said, counted = found.padded(960)
+        assert (len(context), length) == (960, len(found.context))
+        if len(found.said) == 1:
+            assert text.endswith(suffix)
+            assert said.shape == (1, SAID_INSIDE)
+            assert counted[0, 0]
+        else:
+            assert len(found.said) == ASKED + 1
+            assert said.shape == (ASKED + 1, SAID)
+            goes_on = found.first[-1] == 0
+            seen.add(goes_on)
+            passage = model.tokenizer.decode(
+                found.said[-1] if goes_on else found.said[-1][-QUOTED:]
+            )
+            assert passage in (TEXTS[number % 4] if goes_on else text)
+            assert len(found.said[-1]) <= SAID
+        for row, (ids, first) in enumerate(zip(found.said, found.first)):
+            last = min(len(ids), said.shape[1]) - 1
+            assert not counted[row, :first].any()
+            assert counted[row, first:last].all()
+            assert not counted[row, last:].any()
+    assert seen == {False, True, ASKED + 1}
+    assert exercise(model.tokenizer, TEXTS, 0, 900) != exercise(model.tokenizer, TEXTS, 4, 900)
+
+
+def test_exercises_share_no_wording_with_the_evaluation():
+    made = [drawn_fact(Draw(number)) for number in range(400)]
+    everything = "\n".join(f"{x.statement}\n{x.question}\n{x.answer}" for x in made)
+    for split in ("dev", "test"):
+        for wording in (*NEEDLES[split], *PASSKEYS[split], *FACTS[split], LISTS[split]):
+            for sentence in wording[:3]:
+                for part in sentence.replace("{key}", "{v}").split("{v}"):
+                    assert len(part) < 12 or part not in everything
+    assert not [key for key in KEYS if f" {key} " in everything]
+    assert len({x.question.split()[0] for x in made}) >= 5
+
+
+PRACTICE = Practice(exercises=10, tokens=256, step=0.05)
+
+
+def test_practice_gains_what_it_says_and_goes_on_where_it_was(model, fitted, tmp_path, monkeypatch):
+    monkeypatch.setattr(practising, "HELD_OUT", 2)
+    told = []
+    whole = practise(model, TEXTS, fitted, PRACTICE, progress=lambda *at: told.append(at))
+    assert told[0] == ("checking", 0, 14)
+    assert ("training the choice", 11, 14) in told
+    assert whole.before.keys() == whole.after.keys() == {8, 16, 32}
+    changed = not np.array_equal(whole.weight, fitted.weight)
+    gained = np.mean([*whole.after.values()]) < np.mean([*whole.before.values()])
+    assert changed == gained
+    state = tmp_path / "state"
+
+    def stop(what, done, total):
+        if done == 2 + 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        practise(model, TEXTS, fitted, PRACTICE, state=state, key="k", progress=stop)
+    told.clear()
+    again = practise(
+        model, TEXTS, fitted, PRACTICE, state=state, key="k",
+        progress=lambda *at: told.append(at),
+    )  # fmt: skip
+    assert told[0] == ("training the choice", 2 + 8, 14)
+    assert not state.exists()
+    np.testing.assert_array_equal(again.weight, whole.weight)
+    assert again.after == whole.after
+
+
+def test_training_that_gains_nothing_changes_nothing(model, fitted, monkeypatch):
+    monkeypatch.setattr(practising, "HELD_OUT", 1)
+    # Steps that are no numbers are not gone.
+    wild = dataclasses.replace(PRACTICE, exercises=1, step=float("nan"))
+    found = practise(model, TEXTS, fitted, wild)
+    np.testing.assert_array_equal(found.weight, fitted.weight)
+    np.testing.assert_array_equal(found.extra, fitted.extra)
+    assert found.before == found.after
