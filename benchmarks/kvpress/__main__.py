@@ -306,6 +306,9 @@ def compare(
     evaluator, skipped = Evaluator(model, config), Skipped()
     progress("prompts")
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    for row, _ in rows:
+        if row.turns or row.metric == "own":
+            raise UserError(f"task {row.task}: kvpress is asked one question with a known answer")
     progress.clear()
     for reason in skipped.reasons:
         print(f"skipped {reason}", file=sys.stderr)

@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.kvpress.process import PeerProcess
 from kvjax.cache import get_method, init_cache, write_survivors
+from kvjax.engine.dense import dense_pass
 from kvjax.errors import UserError
 from kvjax.eval import passes
 from kvjax.eval.sizes import bucket, rate_blocks
@@ -23,7 +24,7 @@ def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list
     size = bucket(cut, 128)
     padded = np.zeros(size, np.int32)
     padded[:cut] = tokens.prompt[:cut]
-    dense = jax.jit(functools.partial(passes.dense_pass, config))(
+    dense = jax.jit(functools.partial(dense_pass, config))(
         evaluator.model.params, padded, np.zeros(8, np.int32)
     )
     found = []
@@ -66,7 +67,7 @@ def check_same(evaluator: Any, peer: PeerProcess, row: Any, tokens: Any, folder:
     if peer.ask({"encode": text})["ids"] != evaluator.model.tokenizer.encode(text):
         raise UserError("the peer's tokens of a text are others than ours: give another --export")
     prompt = tokens.prompt
-    dense = jax.jit(functools.partial(passes.dense_pass, evaluator.model.config))
+    dense = jax.jit(functools.partial(dense_pass, evaluator.model.config))
     last = np.full(1, len(prompt) - 1, np.int32)
     ours = np.asarray(dense(evaluator.model.params, prompt, last).logits[0])
     file = folder / "logits.bin"

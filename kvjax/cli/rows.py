@@ -109,8 +109,12 @@ def choose_protocols(text: str) -> list[str]:
     return [name for name in PROTOCOLS if name in names]
 
 
+HAYSTACK_TASKS = (
+    *("needle", "passkey", "fact", "kv", "list", "digits16", "phrase9", "five", "summary"),
+    "ruler-",
+)
 PLACES = {
-    "haystack": ("needle", ("needle", "passkey", "fact", "kv", "ruler-")),
+    "haystack": ("needle", HAYSTACK_TASKS),
     "texts": ("books", ("continuation",)),
     "longbench": ("longbench", ("longbench",)),
     "gsm8k": ("gsm8k", ("gsm8k",)),

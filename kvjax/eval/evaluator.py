@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,13 @@ from kvjax.cache import (
     write_survivors,
 )
 from kvjax.engine.decode import decode, init_slots
+from kvjax.engine.dense import dense_pass
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
-from kvjax.eval import passes
+from kvjax.eval import passes, told
 from kvjax.eval.repetition import Repetition
 from kvjax.eval.rows import Row, TokenRow, tokenise
-from kvjax.eval.scorers import finish_answer, needs_answer, score_answer, score_free
+from kvjax.eval.scorers import needs_answer
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, cache_spec, rate_blocks
 from kvjax.models import LoadedModel
 from kvjax.models.rope import rope_artefacts
@@ -161,33 +162,43 @@ class _RowRun:
     """One row: its dense pass, and what follows from it."""
 
     def __init__(self, evaluator: Evaluator, row: Row, tokens: TokenRow):
-        self.evaluator, self.row, self.tokens = evaluator, row, tokens
+        self.evaluator, self.row = evaluator, row
         self.model = evaluator.model
+        if row.metric == "own":
+            tokens = dataclasses.replace(tokens, target=_own_answer(evaluator, row, tokens))
+        self.tokens, self.answers = tokens, tokens.answers
         self.prompt, self.target = tokens.prompt, tokens.target
         self.generates = evaluator.config.answers and needs_answer(row.metric)
         config = evaluator.config
         self.new_tokens = 0
         if self.generates:
             self.new_tokens = min(row.max_new_tokens, config.max_new_tokens or row.max_new_tokens)
-        # A continuation has no question to answer.
-        room = evaluator.limit - tokens.opened
-        self.free_tokens = 0 if row.metric == "nll" else min(config.free_tokens, room)
-        # Positions whose next token is a target token.
-        self.num_target = bucket(len(self.target), 8)
+        # A continuation has no question to answer; of a summary as much is looked at as is scored.
+        room = evaluator.limit - self.answers[-1].opened
+        free = row.max_new_tokens if row.metric == "own" else config.free_tokens
+        self.free_tokens = 0 if row.metric == "nll" or not config.free_tokens else min(free, room)
+        # Target tokens that count.
+        self.scored = told.scored_tokens(self.answers)
+        self.num_target = bucket(len(self.scored), 8)
         everything = np.concatenate([self.prompt, self.target[:-1]])
         self.size = bucket(len(everything), 128)
         padded = np.zeros(self.size, np.int32)
         padded[: len(everything)] = everything
         self.everything = everything
-        at = len(self.prompt) - 1 + np.arange(self.num_target, dtype=np.int32)
-        # The last one: where an answer without a given beginning begins.
-        at = np.append(np.minimum(at, len(everything) - 1), np.int32(tokens.opened - 1))
-        fn = functools.partial(passes.dense_pass, self.model.config)
+        at = np.minimum(self.predicted, len(everything) - 1).astype(np.int32)
+        fn = functools.partial(dense_pass, self.model.config)
         self.dense, self.prefill_seconds = evaluator._timed(
             "dense", fn, self.model.params, padded, at
         )
         self.full_top = np.asarray(jnp.argmax(self.dense.logits, axis=-1))
         self.metrics: dict[Any, tuple[Any, float]] = {}
+
+    @property
+    def predicted(self) -> np.ndarray:
+        """Tokens whose next one counts, padded, then those where answers of its own begin."""
+        counts = np.pad(self.scored, (0, self.num_target - len(self.scored)), mode="edge")
+        opened = [answer.opened for answer in self.answers]
+        return np.concatenate([len(self.prompt) + counts, opened]) - 1
 
     def at_cut(
         self, cut: int, variants: Sequence[Variant]
@@ -196,7 +207,7 @@ class _RowRun:
         chunk = self.everything[cut:]
         fed = len(self.prompt) - cut
         room = bucket(max(1, len(chunk)), 8)
-        growth = max(fed + self.new_tokens, self.tokens.opened - cut + self.free_tokens)
+        growth = max(fed + self.new_tokens, self.answers[-1].opened - cut + self.free_tokens)
         # A block more: what a head holds of the prompt need not end with a full one.
         spare = self.evaluator.config.block_size
         cache = self.evaluator.empty_cache(self.size + bucket(max(1, growth), 64) + spare)
@@ -250,13 +261,13 @@ class _Cut:
     """Tokens that may be written after the cut."""
 
     @property
-    def free_fed(self) -> int | None:
-        """Tokens fed before an answer without a given beginning.
+    def free_fed(self) -> list[int]:
+        """Tokens fed before each answer without a given beginning.
 
         None where there is none, also because its beginning is in the compressed part already.
         """
-        fed = self.run.tokens.opened - self.cut
-        return fed if self.run.free_tokens and fed >= 0 else None
+        fed = [answer.opened - self.cut for answer in self.run.answers]
+        return fed if self.run.free_tokens and fed[0] >= 0 else []
 
     @functools.cached_property
     def mass(self):
@@ -322,20 +333,15 @@ class _Cut:
 
         tokens = np.zeros(self.room, np.int32)
         tokens[:count] = self.chunk
-        # Prediction i of a target token comes from chunk token fed − 1 + i, the last one is a free
-        # answer's first token; without fed tokens the first one is the dense pass's own.
-        at = np.append(self.fed - 1 + np.arange(run.num_target), (self.free_fed or 0) - 1)
-        at = np.clip(at, 0, self.room - 1).astype(np.int32)
+        # What comes before the chunk is the dense pass's own.
+        before = run.predicted < self.cut
+        at = np.clip(run.predicted - self.cut, 0, self.room - 1).astype(np.int32)
         target = np.zeros(len(at), np.int32)
-        target[: len(run.target)] = run.target
+        target[: len(run.scored)] = run.target[run.scored]
         args = (model.params, cache, tokens, np.int32(self.cut), at, target, run.dense.logits)
         fn = functools.partial(passes.teacher_force, model.config)
         teacher, seconds = evaluator._timed("teacher", fn, *args)
-        top = np.array(teacher.top)
-        if self.fed == 0:
-            top[:, 0] = run.full_top[0]
-        if self.free_fed == 0:
-            top[:, -1] = run.full_top[-1]
+        top = np.where(before, run.full_top, np.asarray(teacher.top))
         cache, answers, decode_seconds = self._answers(cache, batch, teacher, top)
         mark = np.ones(slots, bool)
         cache = evaluator._run("release", release, cache, mark, donate=(0,))
@@ -344,9 +350,13 @@ class _Cut:
         results = []
         for slot, admitted in enumerate(batch):
             result = self._result(admitted, kept[slot], recall[slot], shared)
-            result |= self._forced(top[slot], nll[slot], kl[slot])
-            result |= self._answered(result["em"], answers.get(self.fed, {}).get(slot, []))
-            result |= self._freely(answers.get(self.free_fed, {}).get(slot))
+            result |= told.forced(
+                run.answers, target[: len(run.scored)], top[slot], run.full_top, nll[slot], kl[slot]
+            )
+            said = answers[self.fed][slot][: run.new_tokens] if run.generates else None
+            result |= told.answered(run.row, model.tokenizer, result["em"], said)
+            said = [answers[fed][slot][: run.free_tokens] for fed in self.free_fed]
+            result |= told.freely(run.row, model.tokenizer, said)
             results.append((admitted.variant, result))
         return cache, results
 
@@ -371,53 +381,24 @@ class _Cut:
             "bytes_full": spec.full_bytes(self.cut),
             "bytes": blocks * spec.block_bytes,
             "shortfall": admitted.shortfall,
-            "recall": _rounded(recall.mean()) if len(self.chunk) else None,
-            "recall_by_layer": [_rounded(share) for share in recall] if len(self.chunk) else None,
+            "recall": told.rounded(recall.mean()) if len(self.chunk) else None,
+            "recall_by_layer": [told.rounded(share) for share in recall]
+            if len(self.chunk)
+            else None,
             "kept": kept.tolist(),
             "seconds": {
-                "prefill": _rounded(run.prefill_seconds),
-                "select": _rounded(admitted.select_seconds),
-                **{name: _rounded(value) for name, value in shared.items()},
+                "prefill": told.rounded(run.prefill_seconds),
+                "select": told.rounded(admitted.select_seconds),
+                **{name: told.rounded(value) for name, value in shared.items()},
             },
         }
-
-    def _forced(self, top: np.ndarray, nll: np.ndarray, kl: np.ndarray) -> dict[str, Any]:
-        """em over the whole target; nll, kl and agree over what follows its first token."""
-        target, rest = self.run.target, slice(1, len(self.run.target))
-        out: dict[str, Any] = {"em": int(np.array_equal(top[: len(target)], target))}
-        if len(target) == 1:
-            return {**out, "nll": None, "kl": None, "agree": None}
-        agree = (top[rest] == self.run.full_top[rest]).mean()
-        values = {"nll": nll[rest].mean(), "kl": kl[rest].mean(), "agree": agree}
-        return {**out, **{name: _rounded(value) for name, value in values.items()}}
-
-    def _freely(self, tokens: list[int] | None) -> dict[str, Any]:
-        """A greedy answer without a given beginning, and whether it holds the true one."""
-        row = self.run.row
-        if tokens is None:
-            return {"free": None, "free_answer": None}
-        text = self.run.model.tokenizer.decode(tokens[: self.run.free_tokens])
-        text = finish_answer(text, row.stop)
-        score = score_free(row.metric, text, row.answers or (row.target,), row.classes)
-        return {"free": _rounded(score), "free_answer": text}
-
-    def _answered(self, em: int, tokens: list[int]) -> dict[str, Any]:
-        row = self.run.row
-        if row.metric == "nll":
-            return {"metric": "nll", "score": None}
-        if not self.run.generates:
-            return {"metric": "em", "score": float(em)}
-        text = self.run.model.tokenizer.decode(tokens[: self.run.new_tokens])
-        text = finish_answer(text, row.stop)
-        score = score_answer(row.metric, text, row.answers or (row.target,), row.classes)
-        return {"metric": row.metric, "score": _rounded(score), "answer": text}
 
     def _answers(self, cache, batch: list[_Admitted], teacher, top: np.ndarray):
         """Greedy answers by tokens fed before them and by slot, and the seconds they took."""
         run = self.run
         wanted: dict[int, tuple[int, np.ndarray]] = {}
-        if self.free_fed is not None:
-            wanted[self.free_fed] = run.free_tokens, top[:, -1]
+        for number, fed in enumerate(self.free_fed):
+            wanted[fed] = run.free_tokens, top[:, run.num_target + number]
         if run.generates:
             # Where nothing of the answer is given, one stream serves both.
             longest = max(run.new_tokens, wanted.get(self.fed, (0,))[0])
@@ -482,5 +463,19 @@ class _Cut:
         return any(stop in text.lstrip("\n") for stop in self.run.row.stop)
 
 
-def _rounded(value: SupportsFloat) -> float:
-    return float(f"{float(value):.5g}")
+def _own_answer(evaluator: Evaluator, row: Row, tokens: TokenRow) -> np.ndarray:
+    """What the full cache says behind a prompt: at most `max_new_tokens`, greedily."""
+    # Nobody looks at this target; it is as long as the answer may be, so that shapes are the same.
+    most = min(row.max_new_tokens, evaluator.limit - len(tokens.prompt))
+    target = np.repeat(tokens.prompt[-1:], most)
+    asked = dataclasses.replace(row, metric="nll", target="?")
+    run = _RowRun(evaluator, asked, dataclasses.replace(tokens, target=target))
+    end = len(run.prompt)
+    cut = _Cut(run, end, run.everything[end:end], 0, bucket(1, 8), most)
+    room = run.size + bucket(most, 64) + evaluator.config.block_size
+    cache, _, _ = cut.admit(evaluator.empty_cache(room), [Variant("full", 1.0)])
+    first = np.full(evaluator.config.num_slots, run.full_top[0])
+    cache, said, _ = cut._decode(cache, None, first, 1, 0, most)
+    mark = np.ones(evaluator.config.num_slots, bool)
+    evaluator.keep_cache(evaluator._run("release", release, cache, mark, donate=(0,)))
+    return np.asarray(said[0][:most], np.int32)

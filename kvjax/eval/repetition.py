@@ -11,8 +11,8 @@ import numpy as np
 from kvjax.cache import Method
 from kvjax.cache.policy import Scores
 from kvjax.engine import repeat
+from kvjax.engine.dense import DensePass
 from kvjax.engine.prefill import PromptKV
-from kvjax.eval.passes import DensePass
 from kvjax.eval.sizes import bucket
 from kvjax.models import LoadedModel
 

@@ -26,6 +26,16 @@ of reports. Under all but `prompt` nothing of the answer is seen when the cache 
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """A question that is put behind a prompt, and its true answer."""
+
+    asked: str
+    """From the end of the prompt, or of the answer before, to the assistant's opening."""
+    answer_prefix: str
+    target: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """A prompt, its true answer, and how an answer is scored."""
 
@@ -39,9 +49,10 @@ class Row:
     suffix: str
     answer_prefix: str
     target: str
-    """The true answer, or the true following text."""
+    """The true answer, or the true following text; nothing with `turns` and with "own"."""
     metric: str = "em"
-    """A name of `kvjax.eval.scorers.SCORERS`; "em" and "nll" need no generated answer."""
+    """A name of `kvjax.eval.scorers.SCORERS`, or "em", "nll" (a text that goes on), "own" (the
+    target is what the full cache says by itself, at most `max_new_tokens`)."""
     answers: tuple[str, ...] = ()
     """What the metric compares a generated answer with; the target alone if empty."""
     classes: tuple[str, ...] = ()
@@ -52,10 +63,13 @@ class Row:
     """A generated answer ends before the first of these."""
     depth: float | None = None
     """Where in the context the answer stands, 0 to 1."""
+    turns: tuple[Turn, ...] = ()
+    """Questions one after the other behind the prompt, each with the true answers before it."""
 
     def __post_init__(self):
+        without_target = bool(self.turns) or self.metric == "own"
         for field in ("id", "task", "target"):
-            if not getattr(self, field):
+            if not getattr(self, field) and not (field == "target" and without_target):
                 raise ValueError(f"{field} is empty")
         for field, least in (("length", 0), ("max_new_tokens", 1)):
             if getattr(self, field) < least:
@@ -140,14 +154,33 @@ def read_prompts(path: Path, skipped: Skipped) -> list[Row]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Answer:
+    """Where a true answer stands."""
+
+    opened: int
+    """Tokens of prompt and target before the assistant's turn opens."""
+    start: int
+    """Its first token, of the target's."""
+    end: int
+    """One behind its last."""
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenRow:
     """A row as tokens."""
 
     segments: tuple[np.ndarray, ...]
     """Token ids of `SEGMENTS`, int32."""
     target: np.ndarray
+    """What follows; of a row with turns also the questions."""
     removed: int
     """Tokens cut out of the middle because the model's context is shorter."""
+    turns: tuple[Answer, ...] = ()
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The parts of the target that count: all of it but in a row with turns."""
+        return self.turns or (Answer(self.opened, 0, len(self.target)),)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -174,19 +207,31 @@ def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> Tok
         row: the row.
         tokenizer: the model's.
         limit: tokens of the model's context.
-        max_target: tokens of the target that count.
+        max_target: tokens of the target that count; turns are not cut.
 
     Raises:
         ValueError: a segment other than context and question fills the context by itself.
     """
-    parts = [
-        np.asarray(tokenizer.encode(getattr(row, name)), np.int32).reshape(-1) for name in SEGMENTS
-    ]
-    target = np.asarray(tokenizer.encode(row.target), np.int32).reshape(-1)[:max_target]
-    if not len(target):
+
+    def encoded(text: str) -> np.ndarray:
+        return np.asarray(tokenizer.encode(text), np.int32).reshape(-1)
+
+    head, context, question, suffix, prefix = (encoded(getattr(row, name)) for name in SEGMENTS)
+    target, spans = encoded(row.target)[:max_target], []
+    if row.turns:
+        target = np.zeros(0, np.int32)
+        for turn in row.turns:
+            asked, begun, said = map(encoded, dataclasses.astuple(turn))
+            opened = len(target) + len(asked)
+            target = np.concatenate([target, asked, begun, said])
+            spans.append((opened, len(target) - len(said), len(target)))
+    elif row.metric == "own":
+        target = target[:0]
+    ends = [(start, end) for _, start, end in spans] or [(0, len(target))]
+    if row.metric != "own" and any(start == end for start, end in ends):
         raise ValueError("the target has no token")
-    head, context, question, suffix, prefix = parts
-    answer = max(len(target), row.max_new_tokens if needs_answer(row.metric) else 1)
+    generated = needs_answer(row.metric) or row.metric == "own"
+    answer = max(len(target), row.max_new_tokens if generated else 1)
     room = limit - len(head) - len(suffix) - len(prefix) - answer
     if room < 2:
         raise ValueError(f"no room for the context: the limit is {limit} tokens")
@@ -199,4 +244,7 @@ def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> Tok
         context, question = whole[kept[is_context]], whole[kept[~is_context]]
     if not len(head) + len(context):
         raise ValueError("head and context have no token")
-    return TokenRow((head, context, question, suffix, prefix), target, removed)
+    segments = (head, context, question, suffix, prefix)
+    before = sum(map(len, segments))
+    turns = tuple(Answer(before + opened, start, end) for opened, start, end in spans)
+    return TokenRow(segments, target, removed, turns)

@@ -117,19 +117,21 @@ SCORERS: dict[str, Scorer] = {
     "gsm8k": gsm8k,
 }
 """By name. An answer's score is its best over all truths; of "contains-all" it is the mean."""
+PLAIN = ("em", "nll", "own")
+"""What needs no generated answer to compare: see `kvjax.eval.rows.Row`."""
 LIBRARIES = {"rouge-l": "rouge", "edit": "rapidfuzz"}
 """What some of them need."""
 
 
 def needs_answer(metric: str) -> bool:
-    """Whether a metric compares generated text: all but "em" and "nll"."""
-    return metric not in ("em", "nll")
+    """Whether a metric compares generated text: all but "em", "nll" and "own"."""
+    return metric not in PLAIN
 
 
 def check_metric(metric: str) -> None:
     """Raises ValueError for a metric there is none of."""
     if needs_answer(metric) and metric not in SCORERS:
-        raise ValueError(f"metric {metric!r} is none of {', '.join(['em', 'nll', *SCORERS])}")
+        raise ValueError(f"metric {metric!r} is none of {', '.join([*PLAIN, *SCORERS])}")
 
 
 def check_library(metric: str) -> None:

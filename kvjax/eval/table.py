@@ -294,6 +294,7 @@ def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> 
         full = [l for l in lines if l.protocol == protocol and l.method == FULL]
         scored = [l.task for l in full if l.score is not None and not l.full_fails]
         texts = [l.task for l in full if l.metric == "nll"]
+        own = [l.task for l in full if l.metric == "own"]
         freely = [l.task for l in full if l.task in scored and l.free is not None]
         sections = [("Score × 100", scored, "score"), ("Free answers × 100", freely, "free")]
         for task in scored if len(scored) > 1 else ():
@@ -302,6 +303,7 @@ def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> 
                 sections += [(f"Free answers × 100: {task}", [task], "free")]
         sections += [("KL(full ‖ compressed) on continuation", texts, "kl")]
         sections += [("NLL on continuation", texts, "nll")]
+        sections += [("KL(full ‖ compressed) on what the full cache says by itself", own, "kl")]
         reached = "Reached rate: KVs of the full cache / KVs held"
         sections += [(reached, [l.task for l in full], "rate")]
         for name, tasks, value in sections:

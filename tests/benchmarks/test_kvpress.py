@@ -219,8 +219,8 @@ ROW = {
 @pytest.fixture
 def run(tmp_path, tiny_folder, python, capsys):
     """Runs the command against a stand-in whose scores are made up and whose logits are ours."""
+    from kvjax.engine.dense import dense_pass
     from kvjax.eval.evaluator import Evaluator
-    from kvjax.eval.passes import dense_pass
     from kvjax.eval.rows import Row
     from kvjax.eval.sizes import EvaluatorConfig
     from kvjax.models import load_model

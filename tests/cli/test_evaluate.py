@@ -162,6 +162,7 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
             ("--data", "/dev", "--tasks", "ruler-vt"),
             "no /dev/needle, which the task ruler-vt needs",
         ),
+        (("--data", "/dev", "--tasks", "five"), "no /dev/needle, which the task five needs"),
         (("--tasks", "xsum"), "give --xsum or --data"),
         (("--prompts", "/no/such/prompts"), "No such file"),
         (("--out", "/no/such/folder/r.jsonl"), "no such folder"),

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 
 from kvjax.cache import CompressionConfig, get_method
 from kvjax.engine import LLM, EngineConfig
+from kvjax.engine.dense import dense_pass
 from kvjax.engine.repeat import repetitions, request_tokens
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
-from kvjax.eval.passes import dense_pass
 from kvjax.eval.sizes import EvaluatorConfig
 from kvjax.models import load_model
 from kvjax.models.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from kvjax.engine.prefill import prefill as run_prompt
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.repetition import Repetition
-from kvjax.eval.rows import PROTOCOLS
+from kvjax.eval.rows import PROTOCOLS, Turn
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks, slots_for
 from kvjax.models.decoder import forward, logits
 from tests.eval.conftest import TINY, make_row
@@ -250,6 +250,105 @@ def test_free_answers_of_the_full_cache_begin_where_the_turn_opens(tiny_model):
     # Without a given beginning `prompt` is what a server does.
     bare = run_row(evaluator, make_row(answer_prefix=""), ["prompt"], [Variant("full", 1.0)])
     assert bare["prompt", "full", 1.0]["free_answer"] == expected
+
+
+def compressed_steps(model, method, rate, cut, fed) -> list[np.ndarray]:
+    """Log-probabilities after the cut and after each token that is fed one by one behind it."""
+    prompt, scores = prefill(method)(model.params, {}, padded(fed[:cut]), np.int32(cut))
+    keep = np.int32(rate_blocks(cut, rate, HEADS, 4))
+    cache, _, _ = admit(method)(empty_cache(), np.int32(0), prompt, keep)
+    out = [log_softmax(np.asarray(scores).reshape(-1))]
+    for token in fed[cut:]:
+        cache, scores, ok = decode_step()(
+            model.params, cache, np.asarray([token], np.int32), np.asarray([True])
+        )
+        assert ok
+        out.append(log_softmax(np.asarray(scores[0])))
+    return out
+
+
+TURNS = (Turn(" Who?<end>", "It was", " he"), Turn("<user> Age?<end>", "The", " age"))
+
+
+@pytest.mark.parametrize("rate", [1.0, 4.0])
+def test_turns_are_scored_one_by_one_behind_one_compression(tiny_model, rate):
+    """Teacher-forced and freely, each behind the true answers before it."""
+    method, count = ("full" if rate == 1 else "kv-compress"), 5
+    evaluator = Evaluator(tiny_model, dataclasses.replace(CONFIG, free_tokens=count))
+    begin = make_row().head + make_row().context
+
+    def expected(turns) -> tuple[list[bool], np.ndarray, np.ndarray, list[str]]:
+        text, spans, opened = begin, [], []
+        for turn in turns:
+            opened.append(len(text + turn.asked))
+            text += turn.asked + turn.answer_prefix
+            spans.append((len(text), len(text + turn.target)))
+            text += turn.target
+        tokens = list(text.encode())
+        if rate == 1:
+            steps = log_softmax(dense_scores(tiny_model, tokens))[len(begin) - 1 :]
+        else:
+            steps = compressed_steps(tiny_model, method, rate, len(begin), tokens)
+
+        def at(position: int) -> np.ndarray:
+            return steps[position - len(begin)]
+
+        right = [all(at(p).argmax() == tokens[p] for p in range(*span)) for span in spans]
+        later = [p for start, end in spans for p in range(start + 1, end)]
+        nll = np.asarray([-at(p)[tokens[p]] for p in later])
+        full = log_softmax(dense_scores(tiny_model, tokens))
+        kl = np.asarray([(np.exp(full[p - 1]) * (full[p - 1] - at(p))).sum() for p in later])
+        said = []
+        for place in opened:
+            fed = tokens[:place]
+            for _ in range(count):
+                if rate == 1:
+                    step = dense_scores(tiny_model, fed)[-1]
+                else:
+                    step = compressed_steps(tiny_model, method, rate, len(begin), fed)[-1]
+                fed.append(int(step.argmax()))
+            said.append(bytes(fed[place:]).decode())
+        return right, nll, kl, said
+
+    # The first answer is what the model says, so that one of the two is right.
+    said = expected(TURNS)[-1][0]
+    turns = (dataclasses.replace(TURNS[0], answer_prefix="", target=said[:3]), TURNS[1])
+    right, nll, kl, said = expected(turns)
+    assert right == [True, False]
+    assert said[0] != said[1]
+    row = make_row(question="", suffix="", answer_prefix="", target="", turns=turns)
+    variants = [Variant(method, rate)]
+    results = run_row(evaluator, row, ["chat", "agnostic"], variants)
+    result = results["agnostic", method, rate]
+    assert result == {**results["chat", method, rate], "protocol": "agnostic"}
+    assert (result["em"], result["score"], result["turns"]) == (0.5, 0.5, [1, 0])
+    assert (result["free"], result["free_answer"]) == (0.5, said)
+    assert result["nll"] == pytest.approx(nll.mean(), rel=1e-3)
+    assert result["kl"] == pytest.approx(kl.mean(), rel=1e-2, abs=1e-5)
+    assert result["kvs"] < result["kvs_full"] or rate == 1
+
+
+@pytest.mark.parametrize("protocol", ["chat", "agnostic"])
+def test_what_the_full_cache_says_by_itself_is_the_target(tiny_model, protocol):
+    evaluator = Evaluator(tiny_model, CONFIG)
+    row = make_row(metric="own", target="", answer_prefix="", max_new_tokens=6)
+    expected = plain_answer(tiny_model, opened(row), 6)
+    variants = [Variant("full", 1.0), Variant("kv-compress", 4.0)]
+    results = run_row(evaluator, row, [protocol], variants)
+    full, other = (results[protocol, v.method, v.rate] for v in variants)
+    assert full["free_answer"] == expected
+    assert (full["em"], full["agree"], full["target_tokens"]) == (1, 1, 6)
+    assert full["kl"] == pytest.approx(0, abs=1e-6)
+    assert other["target_tokens"] == 6
+    assert other["kl"] > 1e-4
+    assert len(other["free_answer"]) == 6
+    given = run_row(evaluator, make_row(answer_prefix="", target=expected), [protocol], variants)
+    same = given[protocol, "kv-compress", 4.0]
+    assert [other[name] for name in ("nll", "kl", "agree")] == [
+        same[name] for name in ("nll", "kl", "agree")
+    ]
+    for result in (full, other):
+        assert (result["metric"], result["score"], result["free"]) == ("own", None, None)
 
 
 @pytest.mark.parametrize("protocol", ["chat", "agnostic"])

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.eval.files import read_texts
-from kvjax.eval.rows import SEGMENTS, Skipped, read_prompts, row_from, tokenise
+from kvjax.eval.rows import SEGMENTS, Skipped, Turn, read_prompts, row_from, tokenise
 from kvjax.models.tokenizer import ByteTokenizer
 from tests.eval.conftest import make_row
 
@@ -50,6 +50,40 @@ def test_too_long_prompts_lose_their_middle(excess):
     assert bytes(kept.tolist()).decode() == text
     # What was removed, context lost before the question did.
     assert bytes(tokens.segments[3].tolist()).decode() == row.suffix
+
+
+TURNS = (Turn(" Who?<end>", "He", " is me"), Turn("<user>And?<end>", "", "you"))
+
+
+def test_turns_follow_the_prompt_and_only_their_answers_count():
+    row = make_row(question="", suffix="", answer_prefix="", target="", turns=TURNS)
+    tokens = tokenise(row, ByteTokenizer(), 1000, 3)
+    text = bytes(tokens.target.tolist()).decode()
+    assert text == " Who?<end>He is me<user>And?<end>you"
+    before = len(row.head + row.context)
+    assert [tokens.cut(name) for name in ("chat", "agnostic", "prompt")] == [before] * 3
+    assert [text[answer.start : answer.end] for answer in tokens.answers] == [" is me", "you"]
+    opened = [text[: answer.opened - before] for answer in tokens.answers]
+    assert opened == [" Who?<end>", " Who?<end>He is me<user>And?<end>"]
+    shortened = tokenise(row, ByteTokenizer(), before + len(text) - 5, 3)
+    assert shortened.removed == 5
+    assert [answer.opened for answer in shortened.answers] == [
+        answer.opened - 5 for answer in tokens.answers
+    ]
+    empty = make_row(target="", turns=(TURNS[0], Turn("?", "x", "")))
+    with pytest.raises(ValueError, match="the target has no token"):
+        tokenise(empty, ByteTokenizer(), 1000, 3)
+
+
+def test_an_answer_of_the_full_cache_has_room():
+    row = make_row(metric="own", target="", max_new_tokens=500)
+    tokens = tokenise(row, ByteTokenizer(), 600, 3)
+    assert len(tokens.target) == 0
+    assert len(tokens.prompt) == 100
+    (answer,) = tokenise(make_row(), ByteTokenizer(), 600, 3).answers
+    whole = tokenise(make_row(), ByteTokenizer(), 600, 3)
+    (answer,) = whole.answers
+    assert (answer.opened, answer.start, answer.end) == (whole.opened, 0, 3)
 
 
 def test_targets_are_cut_and_generated_answers_need_room():

@@ -106,7 +106,8 @@ def test_metrics_are_known_by_name():
         check_metric(name)
     assert not needs_answer("em")
     assert not needs_answer("nll")
-    with pytest.raises(ValueError, match="'bleu' is none of em, nll, f1"):
+    assert not needs_answer("own")
+    with pytest.raises(ValueError, match="'bleu' is none of em, nll, own, f1"):
         check_metric("bleu")
 
 

@@ -75,6 +75,18 @@ def test_what_the_full_cache_cannot_do_is_marked():
     assert not any(line.full_fails for line in summarise(f1))
 
 
+def test_what_the_full_cache_says_by_itself_has_a_table_of_divergences():
+    rows = [
+        result(i, method, rate, None, task="summary", metric="own", kl=kl)
+        for method, rate, kl in (("full", 1.0, 0.0), ("a", 4.0, 0.25))
+        for i in range(3)
+    ]
+    page = report(rows, "Title")
+    section = page.split("## KL(full ‖ compressed) on what the full cache says by itself")[1]
+    assert "| a | 0.250 |" in section.split("##")[0]
+    assert "the full cache fails" not in page
+
+
 def test_intervals_are_those_of_the_bootstrap():
     values = [0.0, 1.0] * 25
     interval = bootstrap(values)

@@ -7,16 +7,16 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM_WINDOW, largest_read
 from kvjax.cache.policy import LayerView, Scores
+from kvjax.engine.dense import dense_pass
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.repeat import repeat
-from kvjax.kernels import prefill_attention
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import forward
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -58,17 +58,18 @@ def lesson(
         again_length: its tokens.
     """
 
-    def attend(carry, layer, q, k, v, hidden):
-        out = prefill_attention(q[0], k[0], v[0])
-        claim = largest_read(LayerView(layer, q[0], k[0], length, jnp.int32(0)), CLAIM_WINDOW)
-        return carry, out[None], (k[0], v[0], hidden[0], claim)
+    def claim_of(part):
+        layer, q, k = part
+        return largest_read(LayerView(layer, q, k, length, jnp.int32(0)), CLAIM_WINDOW)
 
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    _, _, (k, v, hidden, claim) = forward(config, params, tokens[None], positions[None], attend, ())
+    # No logits: nothing is predicted.
+    dense = dense_pass(config, params, tokens, jnp.zeros(0, jnp.int32))
+    k, v = dense.k, dense.v
+    claim = lax.map(claim_of, (jnp.arange(len(k), dtype=jnp.int32), dense.q, k))
     prompt = PromptKV(k, v, Scores(jnp.zeros((k.shape[0], k.shape[2], k.shape[1]))), length)
     score = repeat(config, scorer, params, artefacts, prompt, again, again_length)
 
     def norm(x: Array) -> Array:
         return jnp.swapaxes(jnp.linalg.norm(x.astype(jnp.float32), axis=-1), 1, 2)
 
-    return Lesson(hidden, norm(k), norm(v), score, claim)
+    return Lesson(dense.hidden, norm(k), norm(v), score, claim)

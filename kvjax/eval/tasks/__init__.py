@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvjax.errors import UserError
 from kvjax.eval.rows import Row
-from kvjax.eval.tasks import continuation, datasets, longbench, needles, ruler
+from kvjax.eval.tasks import continuation, datasets, longbench, needles, news, ruler
 from kvjax.eval.tasks.base import Context, MakeRows, TaskOptions
 
 TASKS: dict[str, MakeRows] = {
@@ -13,6 +13,12 @@ TASKS: dict[str, MakeRows] = {
     "passkey": needles.passkey,
     "fact": needles.fact,
     "kv": needles.key_value,
+    "list": needles.series,
+    "digits16": needles.long_number,
+    "phrase9": needles.phrase,
+    "five": needles.five,
+    "news": news.news,
+    "summary": news.summary,
     "ruler-single": ruler.single,
     "ruler-multikey": ruler.multikey,
     "ruler-multivalue": ruler.multivalue,

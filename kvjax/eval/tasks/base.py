@@ -90,6 +90,17 @@ def chat_segments(tokenizer: Tokenizer) -> tuple[str, str]:
     return head, suffix
 
 
+def next_turn(tokenizer: Tokenizer) -> str:
+    """What the chat template puts between an answer and what the user says next."""
+    said, mark = "\u2045said\u2046", "\u2045user\u2046"
+    turns = [("user", "?"), ("assistant", said), ("user", mark)]
+    text = tokenizer.render_chat([{"role": role, "content": what} for role, what in turns])
+    between, found, _ = text.partition(said)[2].partition(mark)
+    if not found:
+        raise UserError("the chat template does not show a second turn of the user")
+    return between
+
+
 def count_tokens(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode(text))
 

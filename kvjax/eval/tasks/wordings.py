@@ -157,3 +157,126 @@ KEYS = (
     *("delta", "egret", "flint", "garnet", "harbor", "island", "jewel", "kettle"),
 )
 """Words that name things; also the vocabulary of the common words task."""
+
+LONG_NUMBERS: dict[str, tuple[Wording, ...]] = {
+    "dev": (
+        (
+            "The account of the choir has the number {v}.",
+            "Which number does the account of the choir have?",
+            "The account of the choir has the number",
+        ),
+        (
+            "The parking permit of the violinist is {v}.",
+            "What is the parking permit of the violinist?",
+            "The parking permit of the violinist is",
+        ),
+    ),
+    "test": (
+        (
+            "The tracking number of the marble statue is {v}.",
+            "What is the tracking number of the marble statue?",
+            "The tracking number of the marble statue is",
+        ),
+        (
+            "The insurance policy of the circus has the number {v}.",
+            "Which number does the insurance policy of the circus have?",
+            "The insurance policy of the circus has the number",
+        ),
+    ),
+}
+"""A number of sixteen digits, stated once."""
+
+PHRASES: dict[str, tuple[tuple[str, str, str, tuple[tuple[str, ...], ...]], ...]] = {
+    "dev": (
+        (
+            'The secret sentence of the spies is "{v}".',
+            "What is the secret sentence of the spies?",
+            'The secret sentence of the spies is "',
+            (
+                ("seven", "nine", "twelve", "forty"),
+                ("brown", "tired", "brave", "wet"),
+                ("monkeys", "sailors", "painters", "goats"),
+                ("pushed", "followed", "sold", "polished"),
+                ("a",),
+                ("heavy", "round", "yellow", "golden"),
+                ("piano", "barrel", "wagon", "statue"),
+                ("towards", "beyond", "around"),
+                ("town", "noon", "school", "winter"),
+            ),
+        ),
+    ),
+    "test": (
+        (
+            'The motto of the rowing club is "{v}".',
+            "What is the motto of the rowing club?",
+            'The motto of the rowing club is "',
+            (
+                ("three", "eight", "eleven", "sixty"),
+                ("quiet", "clever", "hungry", "purple"),
+                ("otters", "bakers", "dragons", "widows"),
+                ("carried", "painted", "chased", "buried"),
+                ("the",),
+                ("broken", "silver", "narrow", "salty"),
+                ("ladder", "trumpet", "kettle", "carpet"),
+                ("across", "under", "before"),
+                ("snow", "dawn", "church", "supper"),
+            ),
+        ),
+    ),
+}
+"""A phrase of nine words: what may stand in the place of each."""
+
+SERIES: dict[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]] = {
+    "dev": (
+        (
+            "The crew of the rescue boat consists of {v}.",
+            "Who makes up the crew of the rescue boat?",
+            "The crew of the rescue boat consists of",
+            ("Alma", "Bruno", "Celia", "Dag", "Elin", "Fergus", "Greta", "Hugo", "Ines", "Klara"),
+        ),
+        (
+            "For the soup of the harvest feast one needs {v}.",
+            "What does one need for the soup of the harvest feast?",
+            "For the soup of the harvest feast one needs",
+            ("leeks", "barley", "parsley", "beans", "mustard", "cream", "turnips", "garlic"),
+        ),
+    ),
+    "test": (
+        (
+            "The jury of the flower show consists of {v}.",
+            "Who makes up the jury of the flower show?",
+            "The jury of the flower show consists of",
+            (
+                "Oskar",
+                "Paula",
+                "Rufus",
+                "Sibyl",
+                "Tilda",
+                "Ulric",
+                "Verna",
+                "Wilma",
+                "Abel",
+                "Nora",
+            ),
+        ),
+        (
+            "In the drawer of the clockmaker there are {v}.",
+            "What is there in the drawer of the clockmaker?",
+            "In the drawer of the clockmaker there are",
+            ("springs", "pliers", "coins", "pearls", "matches", "stamps", "buttons", "keys"),
+        ),
+    ),
+}
+"""A series of things in one sentence, and what they may be."""
+
+SUMMARIES: dict[str, tuple[str, ...]] = {
+    "dev": (
+        "Give a short summary of the text above.",
+        "What is this text about? Answer in a few sentences.",
+    ),
+    "test": (
+        "Summarise the passage above briefly.",
+        "Say in two or three sentences what the passage above tells us.",
+    ),
+}
+"""How a summary is asked for."""
