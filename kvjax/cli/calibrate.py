@@ -9,6 +9,7 @@ it was.
     kvjax calibrate                               # the small model, on the texts of this package
     kvjax calibrate --weights ./Llama-3.1-8B-Instruct --out llama.safetensors
     kvjax calibrate --data ./mine --tokens 2048   # a file or a folder of .txt, .md, .jsonl, .gz
+    kvjax calibrate --weights ./Qwen3-8B --import ./KVzap-mlp-Qwen3-8B    # a published one
 """
 
 import argparse
@@ -26,6 +27,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("calibration")
     how.add_argument(
         "--data", type=Path, nargs="+", metavar="PATH", help="texts (those of this package)"
+    )
+    how.add_argument(
+        "--import",
+        type=Path,
+        dest="published",
+        metavar="PATH",
+        help="NVIDIA's KVzap weights (a folder or .safetensors) for kvzap-linear or kvzap-mlp",
     )
     how.add_argument("--texts", type=int, help="texts at most (all)")
     how.add_argument(
@@ -60,6 +68,11 @@ def run(options: argparse.Namespace) -> int:
     out = options.out
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"there is no folder {out.absolute().parent}: make it, or choose another")
+    if options.published is not None:
+        if options.data is not None or options.plot is not None:
+            raise UserError("--import takes what is there: give no --data and no --plot with it")
+        with Progress() as progress:
+            return take(options, progress)
     texts = _texts(options)
     with Progress() as progress:
         return calibrate(options, settings, texts, progress)
@@ -85,6 +98,19 @@ def _texts(options: argparse.Namespace) -> list[str]:
         # From all of them, evenly.
         texts = [texts[i * len(texts) // options.texts] for i in range(options.texts)]
     return texts
+
+
+def take(options: argparse.Namespace, progress: Progress) -> int:
+    """Load the model, and write what others published of it as a calibration."""
+    from kvjax.engine.calibrate.published import load_published
+
+    model, _ = load_chosen_model(options, progress)
+    found = load_published(options.published, model)
+    out = options.out or Path(f"{model.config.name}.safetensors")
+    found.save(out)
+    progress.clear()
+    print(f"for the method kvzap-{found.recipe['kind']}: {out}", file=sys.stderr)
+    return 0
 
 
 def calibrate(options, settings, texts: list[str], progress: Progress) -> int:

@@ -29,7 +29,7 @@ from tests.cache.stand_in import (
 )
 from tests.oracle.audit import audit
 from tests.oracle.chunks import METRICS, Chunk, pooled
-from tests.oracle.scores import calibrated
+from tests.oracle.question_free import calibrated
 
 START, CHUNK, WIDTH, READ_AT = 58, 37, 40, 19
 """Tokens before the chunk, tokens of it, those that run (the rest are padding); what is read."""

@@ -28,7 +28,7 @@ from tests.cache.stand_in import (
 from tests.oracle import KV
 from tests.oracle.audit import audit
 from tests.oracle.decode import ADDED, GIVEN, decode_step
-from tests.oracle.scores import calibrated
+from tests.oracle.question_free import calibrated
 
 PARAMS = drawn()
 ARTEFACTS = jax.tree.map(jnp.asarray, calibrated(L, H, D))

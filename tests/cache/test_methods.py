@@ -14,7 +14,8 @@ from kvjax import cache as kv
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.policy import LayerView
 from tests.oracle.methods import KEEPS, KEEPS_IN_POOL
-from tests.oracle.scores import Prompt, calibrated
+from tests.oracle.question_free import calibrated
+from tests.oracle.scores import Prompt
 
 L, H, R, D, T, B = 3, 2, 2, 8, 112, 4
 M = T // B

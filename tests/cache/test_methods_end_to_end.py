@@ -42,7 +42,8 @@ from tests.oracle import KV
 from tests.oracle.audit import audit
 from tests.oracle.decode import decode_step
 from tests.oracle.methods import KEEPS, SCORES
-from tests.oracle.scores import Prompt, calibrated
+from tests.oracle.question_free import calibrated
+from tests.oracle.scores import Prompt
 
 LIKE_OTHERS = (
     "snapkv-w32",

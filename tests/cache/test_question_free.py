@@ -21,7 +21,7 @@ from tests.cache.stand_in import QUICKLY
 from tests.cache.test_own_method import engine
 from tests.engine.conftest import TINY, tiny_params  # noqa: F401
 from tests.engine.serving import assert_empty, greedy, prompts_of, tokens_of
-from tests.oracle.scores import calibrated, compactor_part, expected_row
+from tests.oracle.question_free import calibrated, compactor_part, expected_row
 
 H, R, D, T, LENGTH = 2, 2, 8, 80, 71
 SCALED = dataclasses.replace(TINY, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))

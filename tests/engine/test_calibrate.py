@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams
 from kvjax.cache.calibration import Calibration
+from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
 from kvjax.engine.calibrate import CalibrationSettings, calibrate, run, shelf
@@ -165,6 +166,7 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert (arrays[EXTRA][..., 4] == 95).all()
     assert arrays[CLAIM].shape == (config.num_layers, CLAIM_LEVELS)
     assert (np.diff(arrays[CLAIM][0]) <= 0).all()
+    assert arrays[HEAD_BUDGET].shape == (config.num_layers, config.num_kv_heads)
     assert fit.texts == 12
     # None of them both fitted and held out.
     assert fit.tokens == 12 * (96 - FIRST)
@@ -173,6 +175,22 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert fit.rank_correlation.mean() > 0.2
     recipe = fit.calibration.recipe
     assert (recipe["source"], recipe["texts"], recipe["tokens"]) == ("made up", "12", "96")
+
+
+def test_heads_are_ranked_by_the_mean_of_their_scores(model):
+    """Of all texts, fitted and held out, the first tokens left out."""
+    rng = np.random.default_rng(8)
+    learned = run._Learned.empty(model)
+    config, sums, count = model.config, 0.0, 0
+    for number, length in enumerate((40, 25, 60)):
+        heads = (config.num_layers, config.num_kv_heads)
+        score = rng.uniform(0.1, 1, (*heads, 64)).astype(np.float32)
+        hidden = rng.standard_normal((config.num_layers, 64, config.hidden_size))
+        of = Lesson(hidden.astype(np.float32), score + 1, score + 2, score, score)
+        learned.add(number, of, length)
+        sums, count = sums + score[..., FIRST:length].sum(axis=-1), count + length - FIRST
+    np.testing.assert_allclose(learned.scores, sums, rtol=1e-5)
+    assert learned.fitted.count + learned.held_out.count == count
 
 
 def test_a_run_that_was_stopped_goes_on(model, fit, tmp_path):

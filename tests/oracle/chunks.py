@@ -14,13 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.oracle.attention import softmax
-from tests.oracle.scores import (
+from tests.oracle.question_free import (
     calibrated,
     compactor_part,
     expected_row,
     predicted_one,
-    random_number,
+    surrogate_one,
     unlike_the_mean,
+)
+from tests.oracle.scores import (
+    random_number,
 )
 
 Name = tuple[int, int]
@@ -150,6 +153,19 @@ def predicted(c: Chunk, name: Name, x: Held) -> np.ndarray:
     return row
 
 
+def surrogate(kind: str):
+    """What a surrogate said of a KV stays; the chunk's own are scored by what they enter with."""
+
+    def score(c: Chunk, name: Name, x: Held) -> np.ndarray:
+        of = calibrated(name[0] + 1, 2, x.k.shape[1])
+        row = x.before.copy()
+        for i in range(c.length):
+            row[len(row) - c.length + i] = surrogate_one(of, kind, *name, x.hidden[i])
+        return row
+
+    return score
+
+
 def all_queries(power: int = 1, decay: float = 1.0, distance: int = 0):
     """What was there fades by the chunk's length; every query of the chunk adds."""
 
@@ -258,6 +274,8 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
     "predicted-reads": every(predicted),
     "predicted-reads-blind": every(predicted),
+    "kvzap-linear": every(surrogate("linear")),
+    "kvzap-mlp": every(surrogate("mlp")),
     "keydiff": every(lambda c, name, x: unlike_the_mean(x.k)),
     "expected-attention": every(expected_attention),
     "compactor": compactor,

@@ -12,7 +12,8 @@ import numpy as np
 
 from tests.oracle.attention import attend
 from tests.oracle.kv import KV
-from tests.oracle.scores import calibrated, predicted_one, random_number
+from tests.oracle.question_free import calibrated, predicted_one, surrogate_one
+from tests.oracle.scores import random_number
 
 Added = Callable[[np.ndarray, np.ndarray], np.ndarray]
 Given = Callable[[int, int, KV, np.ndarray], float]
@@ -42,12 +43,23 @@ def predicted_newest(layer: int, head: int, kv: KV, hidden: np.ndarray) -> float
     return predicted_one(of, layer, head, hidden, kv.k, kv.v, kv.position)
 
 
+def surrogate_newest(kind: str) -> Given:
+    """What a published surrogate says of the KV of a token that was generated."""
+
+    def given(layer: int, head: int, kv: KV, hidden: np.ndarray) -> float:
+        return surrogate_one(calibrated(layer + 1, 2, len(kv.k)), kind, layer, head, hidden)
+
+    return given
+
+
 GIVEN: dict[str, Given] = {
     "streaming-llm": lambda layer, head, kv, hidden: float(kv.position),
     "duo-heads": lambda layer, head, kv, hidden: float(kv.position),
     "random": lambda layer, head, kv, hidden: random_number(layer, head, kv.position),
     "key-norm": lambda layer, head, kv, hidden: -float(np.linalg.norm(kv.k.astype(np.float64))),
     "predicted-reads-blind": predicted_newest,
+    "kvzap-linear": surrogate_newest("linear"),
+    "kvzap-mlp": surrogate_newest("mlp"),
 }
 """Methods that give each KV its metric when it is written."""
 GIVEN_BESIDE_PLANES: dict[str, Given] = {"predicted-reads": predicted_newest}

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.oracle.scores import (
-    Prompt,
-    Scores,
+from tests.oracle.question_free import (
     calibrated,
     compactor,
     expected_attention,
+    keydiff,
+    predicted,
+    predicted_or_claimed,
+    surrogate,
+)
+from tests.oracle.scores import (
+    Prompt,
+    Scores,
     forgetting,
     h2o_rows,
     h2o_scores,
     hit_again,
-    keydiff,
     kvc_rows,
     kvc_scores,
     low_key_norm,
@@ -25,8 +30,6 @@ from tests.oracle.scores import (
     newest_query,
     often_important,
     per_query,
-    predicted,
-    predicted_or_claimed,
     random_scores,
     recency,
     shared_reads,
@@ -83,6 +86,8 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "tova": keeps_shared(newest_query, protected=1),
     "a2sf": keeps(forgetting(0.95), protected=16),
     "a2sf-f20": keeps(forgetting(0.2), protected=16),
+    "kvzap-linear": keeps_globally(surrogate("linear"), protected=8, sinks=4),
+    "kvzap-mlp": keeps_globally(surrogate("mlp"), protected=8, sinks=4),
     "predicted-reads": keeps_globally(predicted_or_claimed, protected=8, sinks=4),
     "predicted-reads-blind": keeps_globally(predicted, protected=8, sinks=4),
     "keydiff": keeps(keydiff),
@@ -174,6 +179,8 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "tova": newest_query,
     "a2sf": forgetting(0.95),
     "a2sf-f20": forgetting(0.2),
+    "kvzap-linear": surrogate("linear"),
+    "kvzap-mlp": surrogate("mlp"),
     "predicted-reads": predicted,
     "predicted-reads-blind": predicted,
     "keydiff": keydiff,

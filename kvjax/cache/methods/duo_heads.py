@@ -1,7 +1,8 @@
 """DuoAttention's split (Xiao et al. 2024) by KVzip's scores (Kim et al. 2025): heads keep all or
 little.
 
-A head's calibrated score is the mean over texts of its KVs' KVzip scores. Heads of high score keep
+A head's calibrated score is the mean over texts of its KVs' KVzip scores, with the weight of what
+is changed (`kvjax calibrate`). Heads of high score keep
 everything, the others their first tokens and the newest ones. The authors fix the share of whole
 heads (60 %); here the budget does: the heads of highest score are filled one after the other, so
 that a rate of 1.6 leaves about 60 % of them whole. The last one filled keeps its newest tokens.
@@ -19,7 +20,7 @@ from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.score import Artefacts
 
 HEAD_BUDGET = "head_budget"
-"""Calibrated array [L, H]: mean KVzip score of each head."""
+"""Calibrated array [L, H]: mean score of each head, that of the teacher."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kvjax.cache.methods import (
     key_norm,
     keydiff,
     kv_compress,
+    kvzap,
     kvzip,
     lazyeviction,
     paged_h2o,
@@ -46,7 +47,7 @@ from kvjax.errors import UserError
 _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compress, wide_pool,
            predicted_reads, shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
-          compactor, kvzip, duo_heads, r_kv)  # fmt: skip
+          compactor, kvzip, kvzap, duo_heads, r_kv)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
 _WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means}
 WRAPPED = (

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.cache.calibration import Calibration
+from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
 from kvjax.checks import check_number, check_whole
@@ -103,7 +104,7 @@ def calibrate(
     recipe: dict[str, str] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Fit:
-    """Make the arrays that `predicted-reads` reads.
+    """Make the arrays that `predicted-reads` reads, and those of `duo-heads`.
 
     Args:
         model: the model.
@@ -204,6 +205,8 @@ class _Learned:
     held_out: Sums
     reads: np.ndarray
     """How many KVs have a claim of at least each level, and how many there were."""
+    scores: Float[np.ndarray, "L H"]
+    """The teacher's, summed over all tokens of all texts."""
     samples: list[dict[str, np.ndarray]]
     done: int = 0
 
@@ -211,7 +214,8 @@ class _Learned:
     def empty(cls, model: LoadedModel) -> "_Learned":
         config = model.config
         sizes = (config.num_layers, config.num_kv_heads, config.hidden_size)
-        return cls(Sums.zeros(*sizes), Sums.zeros(*sizes), np.zeros(CLAIM_LEVELS + 1), [])
+        reads, scores = np.zeros(CLAIM_LEVELS + 1), np.zeros(sizes[:2])
+        return cls(Sums.zeros(*sizes), Sums.zeros(*sizes), reads, scores, [])
 
     def add(self, number: int, of: Lesson, length: int) -> None:
         hidden = np.asarray(of.hidden)[:, :length]
@@ -224,6 +228,7 @@ class _Learned:
         claim = claim[..., FIRST : max(FIRST, length - NEWEST)]
         self.reads[:-1] += [np.sum(claim >= level) for level in claim_levels()]
         self.reads[-1] += claim.size
+        self.scores += np.sum(score[..., FIRST:], axis=-1, dtype=np.float64)
         if held and len(self.samples) < MOST_SAMPLED:
             at = np.linspace(FIRST, length - 1, min(SAMPLE, length - FIRST)).astype(int)
             self.samples.append({
@@ -235,7 +240,7 @@ class _Learned:
 
     def save(self, path: Path, key: str) -> None:
         """Write all of it, whole or not at all."""
-        arrays: dict[str, Any] = {"done": self.done, "reads": self.reads}
+        arrays: dict[str, Any] = {"done": self.done, "reads": self.reads, "scores": self.scores}
         for name in ("fitted", "held_out"):
             for part, value in vars(getattr(self, name)).items():
                 arrays[f"{name}/{part}"] = value
@@ -254,6 +259,7 @@ class _Learned:
             for name in ("fitted", "held_out"):
                 parts = {p.name: arrays[f"{name}/{p.name}"] for p in dataclasses.fields(Sums)}
                 sums.append(Sums(**{**parts, "count": int(parts["count"])}))
+            reads, scores = arrays["reads"], arrays["scores"]
             samples: dict[int, dict[str, np.ndarray]] = {}
             for name, value in arrays.items():
                 if name.startswith("sample/"):
@@ -263,7 +269,7 @@ class _Learned:
             return None
         fitted, held_out = sums
         every = list(samples.values())
-        return cls(fitted, held_out, arrays["reads"], every, int(arrays["done"]))
+        return cls(fitted, held_out, reads, scores, every, int(arrays["done"]))
 
 
 def claim_levels() -> Float[np.ndarray, " Q"]:
@@ -323,11 +329,12 @@ def _fitted(
     share = learned.reads[:-1] / max(learned.reads[-1], 1)
     flat = np.concatenate([x.ravel() for x in found])
     table = claim_table(share, flat, settings.claim_share)
+    tokens = learned.fitted.count + learned.held_out.count
     arrays = {
         WEIGHT: weight,
         EXTRA: np.concatenate([extra, np.full_like(extra[..., :1], settings.tokens - 1)], axis=-1),
         CLAIM: np.tile(table, (model.config.num_layers, 1)),
+        HEAD_BUDGET: (learned.scores / tokens).astype(np.float32),
     }
     fit = Calibration(arrays, own_hash, recipe)
-    tokens = learned.fitted.count + learned.held_out.count
     return Fit(fit, good, ranks, divergence, learned.done, tokens)

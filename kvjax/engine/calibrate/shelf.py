@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from kvjax.cache.calibration import Calibration
+from kvjax.engine.calibrate.published import is_published, load_published
 from kvjax.engine.calibrate.run import CalibrationSettings, Progress, calibrate
 from kvjax.engine.calibrate.texts import QUICK, QUICK_EXERCISES, default_texts
 from kvjax.errors import UserError
@@ -75,7 +76,7 @@ def load(
     model: LoadedModel,
     progress: Progress = lambda what, done, total: None,
 ) -> Calibration | None:
-    """The calibration that a choice names: `auto`, `none`, a file, or itself.
+    """The calibration that a choice names: `auto`, `none`, a file, a published one, or itself.
 
     Raises:
         UserError: there is no such file, or it is of another model.
@@ -84,6 +85,10 @@ def load(
         return None
     if choice == AUTO:
         return find_or_make(model, progress)
-    found = choice if isinstance(choice, Calibration) else Calibration.load(choice)
+    if isinstance(choice, Calibration):
+        found = choice
+    else:
+        path = Path(choice)
+        found = load_published(path, model) if is_published(path) else Calibration.load(path)
     found.check(model.fingerprint, model.config.num_layers)
     return found
