@@ -345,12 +345,15 @@ def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, Samplin
 
 
 def usual_method(options: argparse.Namespace, model: LoadedModel) -> str:
-    """The method where none is chosen: what needs no question, if nothing has to be made for it."""
+    """The method where none is chosen: what needs no question, if nothing has to be made for it.
+
+    A calibration that is found for it becomes the option's value: it is looked up once.
+    """
     from kvjax.engine.calibrate.shelf import AUTO, NONE, find
 
-    named = options.calibration not in (AUTO, NONE)
-    there = named or (options.calibration == AUTO and find(model) is not None)
-    return CALIBRATED if there else UNCALIBRATED
+    if options.calibration == AUTO:
+        options.calibration = find(model) or NONE
+    return UNCALIBRATED if options.calibration == NONE else CALIBRATED
 
 
 def sizes_of(options: argparse.Namespace, max_len: int | None = None) -> EngineConfig:

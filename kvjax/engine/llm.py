@@ -87,8 +87,9 @@ class LLM:
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
         wanted = any(method.calibrated for method in methods)
         found = load_calibration(calibration, self.model) if wanted or calibration != AUTO else None
+        again = request_tokens(self.model.tokenizer) if any(m.repeats for m in methods) else ()
         self.plan: MemoryPlan = plan_memory(
-            self.model, self.config, self.max_len, cache_dtype, tuple(planes)
+            self.model, self.config, self.max_len, cache_dtype, tuple(planes), len(again)
         )
         self.worker = Worker(
             self.model.config,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from kvjax.cache import CacheSpec, Codec, CompressionConfig, Plane, as_codec, budget_blocks
+from kvjax.cache.methods.kvzip import AT_ONCE
 from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import init_slots
@@ -64,6 +65,7 @@ def plan_memory(
     max_len: int,
     cache_dtype: Codec | jax.typing.DTypeLike | None = None,
     planes: Sequence[Plane] = (),
+    asked_again: int = 0,
 ) -> MemoryPlan:
     """The pool that fits beside everything else.
 
@@ -74,6 +76,8 @@ def plan_memory(
         cache_dtype: what keys and values are stored in, or the codec that stores them; by default
             the dtype of the weights.
         planes: further numbers per KV that the pool has room for.
+        asked_again: tokens of the request to repeat a prompt, where a method has it repeated: they
+            run before a chunk of it, behind the whole prompt.
 
     Raises:
         UserError: it does not fit, with the numbers; no codec stores that dtype.
@@ -84,7 +88,7 @@ def plan_memory(
     codec = as_codec(cache_dtype, leaves[0].dtype)
     spec = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
     scratch_tokens = min(config.prefill_scratch, max_len)
-    chunk = min(config.prefill_chunk, max_len)
+    chunk = min(config.prefill_chunk, max_len) + asked_again
     scratch = spec.scratch_bytes(scratch_tokens + chunk)
     width = spec.blocks_per_head(max_len)
     states = jax.eval_shape(lambda: init_slots(slots))
@@ -98,6 +102,9 @@ def plan_memory(
         + spec.attention_bytes(scratch_tokens)
         + tables
     )
+    if asked_again:
+        # What some of a repetition's queries pay every key of the prompt.
+        workspace += AT_ONCE * shape.num_heads * scratch_tokens * 4
     limit = _limit(config, weights)
     fixed = weights + scratch + tables + workspace
     if config.pool_tokens is not None:

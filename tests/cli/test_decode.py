@@ -1,5 +1,6 @@
 """`kvjax decode` as its user meets it: what it prints, and what it says of bad input."""
 
+import argparse
 import functools
 import json
 import os
@@ -8,10 +9,17 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from kvjax.cli import main_of
+from kvjax.cache import get_method
+from kvjax.cache.calibration import Calibration
+from kvjax.cli import Progress, main_of
+from kvjax.cli.decode import usual_method
 from kvjax.cli.main import run_command
+from kvjax.cli.models import chosen_calibration
+from kvjax.engine.calibrate import shelf
+from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
 from tests.tiny import TINY
 
@@ -318,3 +326,22 @@ def test_an_interruption_leaves_text_and_table(tiny_folder, number, code):
     else:
         # A fast machine may be done, a slow one may still be at the prompt.
         assert process.returncode in (0, code)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_calibration_of_the_usual_method_is_looked_up_once(tiny_folder, monkeypatch, there):
+    model = load_model(weights=tiny_folder)
+    arrays = {"reads_weight": np.zeros((TINY.num_layers, 1, 1), np.float32)}
+    found = Calibration(arrays, model.fingerprint) if there else None
+    asked = []
+    monkeypatch.setattr(shelf, "find", lambda of: asked.append(of) or found)
+    options = argparse.Namespace(calibration="auto")
+    name = usual_method(options, model)
+    assert name == ("predicted-reads" if there else "shared-reads")
+    with Progress() as progress:
+        given = chosen_calibration(options, model, [get_method(name)], progress)
+    assert given is found
+    assert len(asked) == 1
+    for choice, expected in (("none", "shared-reads"), ("some.file", "predicted-reads")):
+        assert usual_method(argparse.Namespace(calibration=choice), model) == expected
+    assert len(asked) == 1

@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.llm import RateWarning
+from kvjax.engine.llm import LLM, RateWarning
 from kvjax.engine.memory import plan_memory, pool_tokens_for
+from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
@@ -66,6 +67,22 @@ def test_the_plan_adds_up_and_refuses_what_does_not_fit(tiny_params):
     assert plan_memory(model, EngineConfig(max_batch=2), 128, "float32").pool_tokens == 2 * 128
     with pytest.raises(UserError, match="this does not fit"):
         plan_memory(model, EngineConfig(pool_tokens=10**10), 128, "float32")
+
+
+def test_a_repetition_behind_a_full_chunk_is_planned_for(tiny_params):
+    """The request runs beside a chunk, behind a whole prompt, and its queries look at all of it."""
+    model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
+    config = EngineConfig(max_batch=2, pool_tokens=100, block_size=4)
+    plan = plan_memory(model, config, 128, "float32")
+    again = plan_memory(model, config, 128, "float32", asked_again=40)
+    # Keys and values and three numbers of each KV, in float32.
+    assert again.scratch - plan.scratch == 40 * HEADS * 4 * (2 * TINY.head_dim + 3)
+    assert again.workspace - plan.workspace >= 256 * TINY.num_heads * 128 * 4
+    sizes = EngineConfig(max_batch=2, pool_tokens=128, prefill_chunk=32, max_len=128)
+    named = dataclasses.replace(sizes, methods=("kvzip",))
+    scratch = [LLM(model, config=given).plan.scratch for given in (sizes, named)]
+    request = len(request_tokens(ByteTokenizer()))
+    assert scratch[1] - scratch[0] == request * HEADS * 4 * (2 * TINY.head_dim + 3)
 
 
 def test_sizes_that_steps_are_compiled_for():
