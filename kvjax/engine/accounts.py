@@ -67,6 +67,12 @@ class Accounts:
         self.give_back(slot, self.owned[slot])
         self.growth[slot] = self.longest[slot] = 0
 
+    def emptied(self, slots: Sequence[int], free: int) -> None:
+        """Some slots are empty, and the device counts so many free blocks: fewer than these slots
+        held, where others hold the same blocks."""
+        self.owned[list(slots)] = 0
+        self.free[:] = free
+
     def report(
         self,
         slots: Sequence[int],

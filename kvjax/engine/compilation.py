@@ -22,6 +22,9 @@ StepName = Literal[
     "decode",
     "compress",
     "empty",
+    "place",
+    "share",
+    "restore",
 ]
 
 

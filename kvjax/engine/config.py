@@ -1,6 +1,7 @@
 """Sizes of an engine."""
 
 import dataclasses
+from typing import Literal
 
 from kvjax.cache import Method
 from kvjax.cache.config import as_method
@@ -36,6 +37,15 @@ class EngineConfig:
 
     max_waiting: int | None = None
     """Most requests in the queue; more are refused. None for no limit."""
+    share_prefix: Literal["never", "auto", "always"] = "never"
+    """Whether prompts go on from what is left of others that they begin with (docs/design.md).
+    "auto" leaves out methods that look at the question: what they keep of a text answers the
+    question they saw, not the next one. "always" does not."""
+    retained_prefixes: int = 16
+    """Most prefixes that are held for later requests, where they are shared."""
+    share_grain: int = 128
+    """A prompt that may be shared is compressed once at a multiple of so many tokens, so many
+    before its end at least, and what is left there is retained."""
     methods: tuple[str | Method, ...] = ()
     """Methods that requests may bring beside the engine's own, where these keep further numbers
     per KV: the pool has room only for those that are asked for."""
@@ -51,7 +61,13 @@ class EngineConfig:
             "pool_tokens": (1, 2**40),
             "pool_bytes": (1, 2**60),
             "max_waiting": (1, INT32_MAX),
+            "retained_prefixes": (0, 2**16),
+            "share_grain": (1, INT32_MAX),
         }
+        if self.share_prefix not in ("never", "auto", "always"):
+            raise UserError(
+                f"share_prefix {shown(self.share_prefix)}: give one of never, auto, always"
+            )
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -75,6 +91,16 @@ class EngineConfig:
                 f"pool_tokens {self.pool_tokens} and pool_bytes {self.pool_bytes}: "
                 "both set the size of the pool, give one of them"
             )
+
+    @property
+    def sharing(self) -> bool:
+        """Whether any prefix is shared."""
+        return self.share_prefix != "never"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the cache: one for each sequence, and for each prefix that is retained."""
+        return self.max_batch + (self.retained_prefixes if self.sharing else 0)
 
 
 _OPTIONAL = ("max_len", "pool_tokens", "pool_bytes", "max_waiting")

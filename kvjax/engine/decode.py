@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache import PagedCache, begin_append, blocks_for, free_blocks
 from kvjax.cache.policy import DecodeRule, StepView
 from kvjax.cache.policy.observe import of_layer
-from kvjax.cache.store import put_slots, take_slots
+from kvjax.cache.store import put_slots, take_slots, unshare_slots
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
 from kvjax.kernels import paged_attention, plan_paged_attention
 from kvjax.models.config import ModelConfig
@@ -246,7 +246,10 @@ def decode(
         return step + 1, ok, part, rows, tokens, told
 
     tokens = jnp.full((num_steps, group), -1, jnp.int32)
-    first = (jnp.int32(0), jnp.bool_(True), part, rows, tokens, told)
+    room = jnp.bool_(True)
+    if cache.shared is not None and rule is not None and rule.held:
+        part, room = unshare_slots(part, rows.active & rows.observed)
+    first = (jnp.int32(0), room, part, rows, tokens, told)
     _, ok, part, rows, tokens, told = lax.while_loop(go_on, one, first)
 
     b = cache.block_size

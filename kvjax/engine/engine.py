@@ -6,7 +6,7 @@ the text of the round before.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -19,6 +19,7 @@ from kvjax.engine.insert import InsertReport
 from kvjax.engine.intake import Intake, Owner
 from kvjax.engine.metrics import EngineMetrics
 from kvjax.engine.outbox import Outbox
+from kvjax.engine.prefixes import Prefix
 from kvjax.engine.request import FinishReason, Request
 from kvjax.engine.scheduler import (
     Begin,
@@ -27,9 +28,11 @@ from kvjax.engine.scheduler import (
     Decision,
     Decode,
     End,
+    Forget,
     Insert,
     Preempt,
     Remove,
+    Retain,
     Scheduler,
 )
 from kvjax.engine.text import RequestText
@@ -168,8 +171,11 @@ class Engine:
         for decision in decisions:
             match decision:
                 case Remove(slots):
-                    self.worker.empty(slots)
-                case Begin(request) | Chunk(request) | Insert(request):
+                    self._retain_ended(slots)
+                    self._empty(slots)
+                case Forget(prefix):
+                    self._forget(prefix)
+                case Begin(request) | Chunk(request) | Retain(request) | Insert(request):
                     try:
                         self._prefill(decision)
                     except Exception as error:
@@ -184,7 +190,14 @@ class Engine:
                 case End(request, reason):
                     self.end(request, reason)
 
-    def _prefill(self, decision: Begin | Chunk | Insert) -> None:
+    def _empty(self, slots: Sequence[int]) -> None:
+        """Free what some slots hold."""
+        self.worker.empty(slots)
+        if self.config.sharing:
+            # Others may hold the same blocks.
+            self.scheduler.accounts.emptied(slots, self.worker.free_blocks())
+
+    def _prefill(self, decision: Begin | Chunk | Retain | Insert) -> None:
         """Take the prompt that is being prefilled further."""
         request = decision.request
         if isinstance(decision, Begin):
@@ -192,10 +205,14 @@ class Engine:
             request.measured = request.length
             if request.stats.admitted is None:
                 request.stats.admitted = self.clock()
+            self._continue(request)
             return
         job = cast(PromptJob, self.scheduler.job)
         if isinstance(decision, Insert):
             self._insert(job)
+            return
+        if isinstance(decision, Retain):
+            self._retain(job)
             return
         phase = "repeat" if job.repeating else "prefill"
         with self._phase(phase):
@@ -203,7 +220,100 @@ class Engine:
         if phase == "repeat":
             self.metrics.repeated(decision.size)
         if job.in_pool and self._settle_chunk(job, decision.size) and decision.compress:
-            self._compress([request])
+            self._compress([request], job.budget if job.retains else None)
+
+    def _continue(self, request: Request) -> None:
+        """Let a request's slot hold what it continues."""
+        request.stats.cached_tokens = 0
+        if request.plan is None or (match := request.plan.match) is None:
+            return
+        assert request.slot is not None
+        self.worker.share(match.row, request.slot)
+        self.scheduler.prefixes.used(match)
+        request.stats.cached_tokens = len(match.tokens)
+        self.metrics.continued(len(match.tokens))
+
+    def _retain(self, job: PromptJob) -> None:
+        """Retain what is left of the tokens that have run, and go on behind them."""
+        request = job.request
+        assert request.slot is not None
+        if not job.in_pool:
+            with self._phase("compress"):
+                fitted = bool(self.worker.place(job, request.slot))
+                held = np.asarray(self.worker.cache.context_len[request.slot])
+            if not fitted:
+                self.scheduler.note_unplaced(self.worker.free_blocks())
+                return
+            self.scheduler.note_chunk(held, self.worker.free_blocks(), True)
+        self._hold(request, job.tokens, request.slot, job.logits)
+        self.scheduler.job = self.worker.go_on(
+            request, request.all_tokens, len(job.tokens), job.logits
+        )
+
+    def _retain_ended(self, slots: Sequence[int]) -> None:
+        """Retain what sequences hold that have come to their ends, for their next turns."""
+        for request in [r for r in self.scheduler.running if r.slot in slots]:
+            if request.sharing is None or request.finish_reason not in ("eos", "stop", "length"):
+                continue
+            # The last token has no KVs; behind a stop text there may be KVs of unknown tokens.
+            size = int(self.worker.cache.seq_len[request.slot])
+            prefixes = self.scheduler.prefixes
+            if (begun := prefixes.find(request.sharing, request.prompt)) is not None:
+                # Of use until now: it outlives the ends of those that began with it.
+                prefixes.used(begun)
+            if self.config.share_grain <= size <= request.length and request.slot is not None:
+                self._hold(request, request.all_tokens[:size], request.slot, None)
+
+    def _hold(
+        self, request: Request, tokens: np.ndarray, slot: int, logits: jax.Array | None
+    ) -> None:
+        """Let a row of its own hold what a slot holds, for those that begin with the same."""
+        prefixes = self.scheduler.prefixes
+        settings = request.sharing
+        if settings is None:
+            return
+        if (known := prefixes.exactly(settings, tokens)) is not None:
+            if logits is None or known.logits is not None:
+                return
+            self._forget(known)
+        if prefixes.full and (oldest := prefixes.oldest()) is not None:
+            self._forget(oldest)
+        if not prefixes.full:
+            self.worker.share(slot, prefixes.add(tokens, settings, logits).row)
+
+    def load(
+        self,
+        tokens: np.ndarray,
+        settings: Hashable,
+        logits: jax.Array | None,
+        held: Mapping[str, np.ndarray],
+    ) -> bool:
+        """Retain a prefix that was saved. Returns whether there was room, others given up."""
+        prefixes = self.scheduler.prefixes
+        if (known := prefixes.exactly(settings, tokens)) is not None:
+            prefixes.used(known)
+            return True
+        blocks = len(held["metric"])
+        while prefixes.full or self.worker.free_blocks() < blocks:
+            if (oldest := prefixes.oldest()) is None:
+                return False
+            self._forget(oldest)
+        prefix = prefixes.add(tokens, settings, logits)
+        if not self.worker.restore(prefix.row, held):
+            prefixes.remove(prefix)
+            return False
+        self.scheduler.accounts.free[:] = self.worker.free_blocks()
+        return True
+
+    def _forget(self, prefix: Prefix) -> None:
+        """Give back the row of a prefix."""
+        self.worker.empty([prefix.row])
+        self.scheduler.note_forgotten(prefix, self.worker.free_blocks())
+
+    def forget_prefixes(self) -> None:
+        """Give back the rows of all prefixes."""
+        for prefix in list(self.scheduler.prefixes):
+            self._forget(prefix)
 
     def _settle_chunk(self, job: PromptJob, size: int) -> bool:
         """What became of a chunk in the pool. Returns whether it is there; if not it runs again."""
@@ -273,13 +383,16 @@ class Engine:
                     self.scheduler.note_compressed(request, blocks)
                     request.stats.blocks_evicted_decoding += blocks
                     total += blocks
+        if self.config.sharing:
+            # What others hold too is not free, and what they hold was copied.
+            self.scheduler.accounts.free[:] = self.worker.free_blocks()
         self.metrics.compressed(len(requests), total)
 
     def _preempt(self, request: Request) -> None:
         """Free what a request holds; the scheduler puts it back into the queue."""
         log.info("request %r is preempted: no blocks are free", request.id)
         if request.slot is not None:
-            self.worker.empty([request.slot])
+            self._empty([request.slot])
         self._count_preemption(request)
 
     def _count_preemption(self, request: Request) -> None:
@@ -331,7 +444,7 @@ class Engine:
             stats.kept, stats.shortfall = kept, int(started.shortfall)
             stats.blocks_evicted_decoding = 0
         self.metrics.evicted(int(started.freed))
-        self.metrics.prefilled(request.length)
+        self.metrics.prefilled(request.length - stats.cached_tokens)
         log_probs = None
         if started.log_probs is not None:
             log_probs = jax.tree.map(lambda x: x[None], started.log_probs)

@@ -90,6 +90,32 @@ def start(
     return state, InsertReport(ok, token[0], active, zero, zero, kept, free_blocks(cache), told)
 
 
+def place(
+    method: Method | None,
+    artefacts: Mapping[str, Array],
+    cache: PagedCache,
+    prompt: PromptKV,
+    keep_blocks: Int32[Array, ""],
+    slot: Int32[Array, ""],
+) -> tuple[PagedCache, Int32[Array, ""], Int32[Array, ""], Bool[Array, ""]]:
+    """Write what a prompt keeps to an empty slot; arguments as of `insert`.
+
+    Returns:
+        The cache, the blocks that were never taken, those over the budget that could not be
+        evicted, and ``ok``: False, and the slot as before, when the blocks do not suffice.
+    """
+    k, v, scores = prompt.k, prompt.v, prompt.scores
+    if method is None:
+        cache, ok = write_prompt(
+            cache, slot, k, v, scores.metric, prompt.length, state=scores.state
+        )
+        return cache, jnp.int32(0), jnp.int32(0), ok
+    cache, report, ok = write_survivors(
+        cache, slot, k, v, scores, prompt.length, keep_blocks, method, artefacts=artefacts
+    )
+    return cache, report.freed[0], report.shortfall[0], ok
+
+
 def insert(
     num_top: int | None,
     method: Method | None,
@@ -114,16 +140,6 @@ def insert(
         new: the sequence's settings; its slot is empty.
         eos_ids: tokens that end a sequence.
     """
-    k, v, scores = prompt.k, prompt.v, prompt.scores
-    freed = shortfall = jnp.int32(0)
-    if method is None:
-        cache, ok = write_prompt(
-            cache, new.slot, k, v, scores.metric, prompt.length, state=scores.state
-        )
-    else:
-        cache, report, ok = write_survivors(
-            cache, new.slot, k, v, scores, prompt.length, keep_blocks, method, artefacts=artefacts
-        )
-        freed, shortfall = report.freed[0], report.shortfall[0]
+    cache, freed, shortfall, ok = place(method, artefacts, cache, prompt, keep_blocks, new.slot)
     state, started = start(num_top, cache, state, new, eos_ids, ok)
     return cache, state, dataclasses.replace(started, freed=freed, shortfall=shortfall)

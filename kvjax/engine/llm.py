@@ -6,8 +6,7 @@ import logging
 import os
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +17,20 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import as_method
 from kvjax.cache.methods import METHODS
 from kvjax.checks import INT32_MAX, check_number, check_text, check_whole, shown
+from kvjax.engine import retaining
 from kvjax.engine.calibrate.shelf import AUTO
 from kvjax.engine.calibrate.shelf import load as load_calibration
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
+from kvjax.engine.prefixes import settings_of
 from kvjax.engine.prompts import Prompt, as_batch, token_ids
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import check_fits, request_tokens
-from kvjax.engine.request import Request, RequestOutput, RequestStats
+from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
+from kvjax.engine.stream import OutputStream, refused
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
@@ -190,6 +192,7 @@ class LLM:
         on_output: Callable[[RequestOutput], None] | None,
         deadline: float | None,
         waits: bool,
+        shared: int | None = None,
     ) -> str:
         try:
             if self.dead is not None:
@@ -205,7 +208,7 @@ class LLM:
             if deadline is not None:
                 check_number("deadline", deadline, 0, above=True)
                 request.deadline = self.engine.clock() + deadline
-            request.on_output, request.waits = on_output, waits
+            request.on_output, request.waits, request.shared_tokens = on_output, waits, shared
             # Where warnings are errors, nothing is queued.
             self._tell_rate(request)
             self.engine.add(request)
@@ -259,6 +262,7 @@ class LLM:
             name, order, tokens, sampling, compression, method, budget,
             self.plan.heads, self.config.block_size, method.decode,
         )  # fmt: skip
+        request.sharing = settings_of(self.config.share_prefix, compression, method)
         request.stats.rate = compression.reached_rate(len(tokens), self.config.block_size)
         self._check_method(request)
         needs = request.blocks_to_finish(self.scheduler.chunk_in_pool(request))
@@ -336,6 +340,41 @@ class LLM:
                 )
             return self.engine.compress(request, blocks)
 
+    # Prefixes; docs/design.md says who continues them
+
+    def retain(self, prompt: Prompt, compression: CompressionConfig | None = None) -> int:
+        """Prefill and compress a prompt, and retain what is left of it for those that begin with
+        it: a document before its questions. Returns its tokens.
+
+        Raises:
+            UserError: it cannot be served or retained, or nothing is shared with these settings.
+        """
+        return len(retaining.retain(self, prompt, compression).tokens)
+
+    def save_prefix(
+        self,
+        path: str | os.PathLike[str],
+        prompt: Prompt,
+        compression: CompressionConfig | None = None,
+    ) -> int:
+        """`retain` a prompt, and write what is left of it to a file (safetensors)."""
+        return retaining.save(self, path, prompt, compression)
+
+    def load_prefix(
+        self, path: str | os.PathLike[str], compression: CompressionConfig | None = None
+    ) -> int:
+        """Retain what `save_prefix` wrote. Returns its tokens.
+
+        Raises:
+            UserError: it is no such file, or of another model or other settings, or has no room.
+        """
+        return retaining.load(self, path, compression)
+
+    def forget_prefixes(self) -> None:
+        """Give back the blocks of all prefixes that are retained."""
+        with self.engine.owner("forget_prefixes"), held():
+            self.engine.forget_prefixes()
+
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do or to emit."""
         return bool(self.engine.intake)
@@ -409,7 +448,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         compression: CompressionConfig | Sequence[CompressionConfig] | None = None,
-    ) -> "OutputStream":
+    ) -> OutputStream:
         """The outputs of some prompts as they come. Several streams share the engine.
 
         Closing the iterator ends its requests and no others. Arguments and errors as for
@@ -449,51 +488,3 @@ class LLM:
                 )
             except UserError as error:
                 names.append(refused(f"prompt {number}", str(error)))
-
-
-class OutputStream(Iterator[RequestOutput]):
-    """The outputs of some requests as they come. Close it, or drop it, to end them."""
-
-    def __init__(self, llm: LLM, prompts, sampling, compression):
-        self._llm = llm
-        self._names: list[str | RequestOutput] = []
-        self._queue: deque[RequestOutput] = deque()
-        try:
-            llm.add_all(self._names, prompts, sampling, compression, self._queue.append)
-        except BaseException:
-            self.close()
-            raise
-        self._running = {name for name in self._names if isinstance(name, str)}
-        self._queue.extend(name for name in self._names if not isinstance(name, str))
-
-    def __next__(self) -> RequestOutput:
-        while not self._queue and self._running:
-            with self._llm.engine.owner("stream"):
-                self._llm.recovery.step()
-        if not self._queue:
-            raise StopIteration
-        output = self._queue.popleft()
-        if output.finished:
-            self._running.discard(output.request_id)
-        return output
-
-    def close(self) -> None:
-        """End those of the requests that still run; their outputs are dropped."""
-        self._llm.abandon(self._names)
-        self._names, self._running = [], set()
-        self._queue.clear()
-
-    def __enter__(self) -> "OutputStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self):
-        self.close()
-
-
-def refused(name: str, error: str) -> RequestOutput:
-    """The output of a prompt that no request was made of."""
-    empty = np.zeros(0, np.int32)
-    return RequestOutput(name, empty, (), "", "", "error", error, None, RequestStats())

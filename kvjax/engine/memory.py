@@ -82,7 +82,7 @@ def plan_memory(
     Raises:
         UserError: it does not fit, with the numbers; no codec stores that dtype.
     """
-    shape, slots = model.config, config.max_batch
+    shape, slots, rows = model.config, config.max_batch, config.num_rows
     leaves = jax.tree.leaves(model.params)
     weights = sum(leaf.nbytes for leaf in leaves)
     codec = as_codec(cache_dtype, leaves[0].dtype)
@@ -91,8 +91,8 @@ def plan_memory(
     chunk = min(config.prefill_chunk, max_len) + asked_again
     scratch = spec.scratch_bytes(scratch_tokens + chunk)
     width = spec.blocks_per_head(max_len)
-    states = jax.eval_shape(lambda: init_slots(slots))
-    tables = spec.table_bytes(slots, width)
+    states = jax.eval_shape(lambda: init_slots(rows))
+    tables = spec.table_bytes(rows, width)
     tables += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
     # Rows of float32 logits with their sampling copies, activations of a chunk, one layer's
     # attention over the scratch; a gathered copy of the tables of those that take part.
@@ -112,9 +112,9 @@ def plan_memory(
     elif config.pool_bytes is not None:
         blocks = config.pool_bytes // spec.block_bytes
     else:
-        most = slots * spec.heads * width
+        most = rows * spec.heads * width
         blocks = min(most, max(0, limit - fixed) // spec.block_bytes, INT32_MAX)
-    pool = spec.pool_bytes(blocks)
+    pool = spec.pool_bytes(blocks, config.sharing)
     plan = MemoryPlan(weights, pool, tables, scratch, workspace, limit, blocks, spec)
     if plan.total > limit or not plan.heads <= blocks <= INT32_MAX:
         raise UserError(

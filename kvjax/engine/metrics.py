@@ -34,6 +34,8 @@ class EngineMetrics:
         self.refused = counter("requests_refused", "Requests refused when they came")
         self._ended = counter("requests_ended", "Requests ended, by reason", ("reason",))
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens prefilled, again included")
+        self._continued = counter("prefix_hits", "Prompts that went on from a shared prefix")
+        self._cached_tokens = counter("prefix_tokens", "Prompt tokens that shared prefixes held")
         self._repeated_tokens = counter("repeated_tokens", "Tokens run to repeat prompts")
         self._output_tokens = counter("output_tokens", "Tokens generated")
         self._evicted = counter("evicted_blocks", "Blocks evicted, or never written")
@@ -100,6 +102,11 @@ class EngineMetrics:
         """A prompt of so many tokens was started; its first token is one more generated."""
         self._prompt_tokens.inc(num_tokens)
         self._output_tokens.inc()
+
+    def continued(self, num_tokens: int) -> None:
+        """A prompt went on from a shared prefix of so many tokens."""
+        self._continued.inc()
+        self._cached_tokens.inc(num_tokens)
 
     def repeated(self, num_tokens: int) -> None:
         """So many tokens were run behind a prompt to see what they read of it."""

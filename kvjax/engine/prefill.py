@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import PagedCache, write_prompt
 from kvjax.cache.policy import LayerView, Observer, Scores
+from kvjax.cache.store import unshare
 from kvjax.kernels import Prefix, prefill_attention, prefill_attention_with_log_sum
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
@@ -221,12 +222,14 @@ def prefill_in_pool(
 
     The chunk attends to the KVs that the slot's heads still hold and to itself. All of these are
     scored again: a windowed metric is that of the last queries so far, one over all queries grows.
-    Compress the slot between chunks.
+    Compress the slot between chunks. Blocks whose KVs are scored again are the slot's own
+    afterwards.
 
     Returns:
-        The cache, the logits of the token after the chunk, and ``ok``: False, with the cache's
-        tables and lengths unchanged, when the blocks do not suffice.
+        The cache, the logits of the token after the chunk, and ``ok``: False, and every slot
+        holding what it held, when the blocks do not suffice.
     """
+    scorer = None if observer.scorer is None or observer.scorer.settled else observer.scorer
     start, before = cache.seq_len[slot], _InPool(cache, slot)
     held = before.size
     k, v, scores, out = _run(config, observer, params, artefacts, tokens, start, length, before)
@@ -234,14 +237,19 @@ def prefill_in_pool(
     scores = _finished(observer, scores, before, config, tokens, start, length, longest)
     held_len = cache.context_len[slot]
     behind = {name: x[..., held:, :] for name, x in scores.state.items()}
+    if scorer is not None and cache.shared is not None:
+        table = cache.block_table[slot]
+        cache, table, copied = unshare(cache, table, jnp.ones_like(table, bool))
+        cache = dataclasses.replace(cache, block_table=cache.block_table.at[slot].set(table))
+        length = jnp.where(copied, length, -1)
     cache, ok = write_prompt(cache, slot, k, v, scores.metric[..., held:], length, state=behind)
-    if observer.scorer is not None:
+    if scorer is not None:
         held_len = jnp.where(ok, held_len, 0)
         first = Scores(
             scores.metric[..., :held],
             state={name: x[..., :held, :] for name, x in scores.state.items()},
         )
-        cache = _scored_again(cache, slot, held_len, first, observer.scorer.carry(length))
+        cache = _scored_again(cache, slot, held_len, first, scorer.carry(length))
     return cache, out, ok
 
 

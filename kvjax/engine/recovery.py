@@ -90,7 +90,7 @@ class Recovery:
             return self._die("the device's state was lost when a step was interrupted")
         log.warning("a round was left half way: all running requests are prefilled again")
         try:
-            engine.worker.empty(range(engine.config.max_batch))
+            engine.worker.empty(range(engine.config.num_rows))
             engine.begin_again()
         except Exception as error:
             log.error("cannot go on", exc_info=error)

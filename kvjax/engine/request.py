@@ -10,7 +10,9 @@ from kvjax.cache import CompressionConfig, budget_blocks
 from kvjax.cache.policy import Method
 from kvjax.checks import INT32_MAX
 from kvjax.engine.decode import LogProbs
+from kvjax.engine.prefixes import Plan
 from kvjax.engine.sampling import SamplingParams
+from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
 
 FinishReason = Literal["eos", "stop", "length", "abort", "deadline", "pool", "error"]
@@ -111,6 +113,12 @@ class Request:
     """Whether its outputs wait for a caller of `step`: nobody is called with them."""
     deadline: float | None = None
     """When it ends at the latest, on the engine's clock."""
+    sharing: Hashable | None = None
+    """What the KVs of its prompt depend on beside the tokens; None if it shares nothing."""
+    shared_tokens: int | None = None
+    """Tokens that others will begin with, where its caller knows."""
+    plan: Plan | None = None
+    """How its prompt runs, where it shares; made when it begins."""
     aborted: bool = False
     """It ends in the next round."""
 
@@ -167,6 +175,23 @@ class Request:
             return None
         blocks = budget_blocks(cap, model.num_layers, model.num_kv_heads, block_size)
         return min(blocks, INT32_MAX)
+
+    def budget_at(self, length: int) -> int | None:
+        """Blocks that its first tokens may keep, so many of them, by its settings.
+
+        Raises:
+            UserError: that is less than what the method protects.
+        """
+        cap = None if self.budget is None else self.compression.cap(length, self.block_size)
+        return None if cap is None else self.heads * -(-cap // self.block_size)
+
+    def fits_at(self, length: int) -> bool:
+        """Whether its first tokens, so many of them, can be compressed by its settings."""
+        try:
+            self.budget_at(length)
+        except UserError:
+            return False
+        return True
 
     @property
     def all_tokens(self) -> np.ndarray:

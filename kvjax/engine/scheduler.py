@@ -19,6 +19,7 @@ import numpy as np
 
 from kvjax.engine.accounts import Accounts
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.prefixes import Plan, Prefix, Prefixes
 from kvjax.engine.request import FinishReason, Request
 
 
@@ -44,6 +45,21 @@ class Chunk:
     size: int
     compress: bool
     """Whether its slot is compressed afterwards, if the chunk fitted into the pool."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Retain:
+    """Retain what is left of the tokens that have run, for others that begin with them, and go on
+    from there; the `job` that goes on is to be noted."""
+
+    request: Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Forget:
+    """Give back the row of a prefix that was retained."""
+
+    prefix: Prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +101,7 @@ class End:
     reason: FinishReason
 
 
-Decision = Remove | Begin | Chunk | Insert | Compress | Decode | Preempt | End
+Decision = Remove | Begin | Chunk | Retain | Forget | Insert | Compress | Decode | Preempt | End
 
 
 class Job(Protocol):
@@ -94,6 +110,11 @@ class Job(Protocol):
     @property
     def in_pool(self) -> bool:
         """Whether its chunks go to its slot at once."""
+        ...
+
+    @property
+    def retains(self) -> bool:
+        """Whether what has run is retained once all of it has."""
         ...
 
     @property
@@ -128,8 +149,10 @@ class Scheduler:
         self.waiting, self.prefilling, self.running = waiting, None, []
         self.job: Job | None = None
         """How far the prefilling request is; None before it has begun."""
-        self.accounts = Accounts(self._config.max_batch, self._num_blocks)
+        self.accounts = Accounts(self._config.num_rows, self._num_blocks)
         self._slots = list(range(self._config.max_batch))
+        rows = range(self._config.max_batch, self._config.num_rows)
+        self.prefixes = Prefixes(rows, self._config.share_grain)
         self._ended: list[Request] = []
         """Ended, and not yet removed."""
         self._chunk_fitted = True
@@ -171,6 +194,16 @@ class Scheduler:
         """A request was compressed and gave back so many blocks."""
         self.accounts.give_back(_slot_of(request), blocks)
         request.since_compression = 0
+
+    def note_unplaced(self, free: int) -> None:
+        """What was to be retained found no room; it comes again."""
+        self.accounts.free[:] = free
+        self._chunk_fitted = False
+
+    def note_forgotten(self, prefix: Prefix, free: int) -> None:
+        """A prefix was given up; so many blocks are free now."""
+        self.prefixes.remove(prefix)
+        self.accounts.free[:] = free
 
     def leave(self, request: Request) -> int | None:
         """Take a request out, wherever it is. Returns the slot that it had, if any.
@@ -231,9 +264,11 @@ class Scheduler:
         More had to stay than the budget says: it comes again when there is room for that.
         """
         self.accounts.owned[_slot_of(request)] = 0
+        retained = bool(self.prefixes)
+        yield from self._forget()
         stays = request.blocks_whole(request.length) - freed
         request.unevictable = max(0, stays - (request.budget or 0))
-        if len(self.running) == 1:
+        if len(self.running) == 1 and not retained:
             yield End(request, "pool")
         else:
             yield from self._preempt(request)
@@ -242,20 +277,34 @@ class Scheduler:
 
     def chunk_in_pool(self, request: Request) -> int:
         """Tokens of a chunk that its prefill puts into the pool before it is compressed."""
-        in_pool = request.length > self._config.prefill_scratch
-        return self._config.prefill_chunk if in_pool else 0
+        most = self._config.prefill_chunk
+        if request.length > self._config.prefill_scratch:
+            return most
+        if request.plan is None:
+            return 0
+        plan = request.plan
+        return min(most, max(request.length - plan.until, plan.until - plan.start))
 
     def fits(self, request: Request) -> bool:
         """Whether a request can begin, or go on to its slot, beside those that run."""
         # With nobody else there is nothing to wait for. Else a little stays free, lest the newest
         # be let in and preempted in turns.
+        return self.accounts.have(self._needed(request)) or not self.running
+
+    def _needed(self, request: Request) -> int:
+        """Blocks that must be free before a request begins, or goes on to its slot."""
         need = request.blocks_to_admit(self.chunk_in_pool(request))
-        return self.accounts.have(need) or not self.running
+        plan = request.plan
+        if plan is not None and not request.compressed_first:
+            # Full blocks of what it continues are nobody's to write to.
+            need -= request.heads * (plan.start // request.block_size)
+        return need
 
     def begin_next(self) -> Request | None:
         """Take the first request from the queue, with a slot of its own, if there is room."""
         if self.prefilling is not None or not self.waiting or not self._slots:
             return None
+        self.waiting[0].plan = self._plan(self.waiting[0])
         if not self.fits(self.waiting[0]):
             return None
         request = self.prefilling = self.waiting.pop(0)
@@ -277,6 +326,7 @@ class Scheduler:
         """
         most = room = self._config.prefill_chunk
         while True:
+            yield from self._give_way()
             request = self.prefilling or self.begin_next()
             if request is None:
                 return
@@ -296,7 +346,13 @@ class Scheduler:
                 elif not self.fits(request):
                     return
                 through = request.finish_reason is None and not job.next_chunk
-                if through and (job.in_pool or self.fits(request)):
+                if through and job.retains and (job.in_pool or self.fits(request)):
+                    self._chunk_fitted = True
+                    yield Retain(request)
+                    if not self._chunk_fitted:
+                        yield from self._make_room(progress=False)
+                        return
+                elif through and (job.in_pool or self.fits(request)):
                     yield Insert(request)
                     if request.finish_reason is None:
                         self.inserted(request, job.in_pool)
@@ -304,6 +360,50 @@ class Scheduler:
                 room -= used
             else:
                 yield from self.remove_finished()
+
+    # Prefixes
+
+    def _plan(self, request: Request) -> Plan | None:
+        """How a request's prompt runs where it shares; None for as any other."""
+        if request.sharing is None:
+            return None
+        others = [
+            r.prompt for r in self.waiting if r is not request and r.sharing == request.sharing
+        ]
+        request.plan = plan = self.prefixes.plan(
+            request.sharing, request.all_tokens, request.shared_tokens, others
+        )
+        if plan is None or not request.fits_at(plan.until):
+            return None
+        # With its chunks in the pool it needs more blocks than without.
+        return plan if self._needed(request) <= sum(self._num_blocks) else None
+
+    def _give_way(self) -> Iterator[Decision]:
+        """Retained prefixes go until there is room for the prompt that is next to begin or to go
+        to its slot; that which it continues only where nobody else could make room for it."""
+        while self.prefixes:
+            request = self.prefilling
+            if request is None and self.waiting and self._slots:
+                request = self.waiting[0]
+                request.plan = self._plan(request)
+            if request is None or self.accounts.have(self._needed(request)):
+                return
+            if self.prefilling is not None and (self.job is None or self.job.next_chunk):
+                return
+            plan = request.plan
+            match = None if plan is None or not self.running else plan.match
+            oldest = self.prefixes.oldest(besides=match)
+            if oldest is None:
+                return
+            yield Forget(oldest)
+
+    def _forget(self) -> Iterator[Decision]:
+        """Retained prefixes go until blocks are free that were not."""
+        free = self.accounts.num_free
+        while (oldest := self.prefixes.oldest()) is not None:
+            yield Forget(oldest)
+            if self.accounts.num_free > free:
+                return
 
     # Decode steps
 
@@ -349,6 +449,10 @@ class Scheduler:
 
     def _make_room(self, progress: bool) -> Iterator[Decision]:
         """Blocks ran out: compress, and only where that does not help preempt the newest."""
+        free = self.accounts.num_free
+        yield from self._forget()
+        if self.accounts.num_free > free:
+            return
         owned = self.accounts.owned.sum(-1)
         over = tuple(
             request
@@ -360,7 +464,6 @@ class Scheduler:
         if over and (progress or not self._compressed_in_vain):
             # What is freed now may still not be enough for a single step of all.
             self._compressed_in_vain = True
-            free = self.accounts.num_free
             yield Compress(over)
             if self.accounts.num_free > free:
                 return

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.cache import CacheSpec, PagedCache, free_blocks, init_cache
+from kvjax.cache import CacheSpec, PagedCache, free_blocks, init_cache, share
 from kvjax.cache.policy import DecodeRule, Method, Scores
+from kvjax.cache.store import restored
 from kvjax.engine import decode, insert, prefill, reclaim, repeat
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
 from kvjax.engine.config import EngineConfig
@@ -34,6 +35,9 @@ _IN_SCRATCH = jax.jit(prefill.prefill_in_scratch, static_argnums=(0, 1), donate_
 _IN_POOL = jax.jit(prefill.prefill_in_pool, static_argnums=(0, 1), donate_argnums=4)
 _REPEAT = jax.jit(repeat.repeat_again, static_argnums=(0, 1))
 _START = jax.jit(insert.start, static_argnums=0, donate_argnums=2)
+_PLACE = jax.jit(insert.place, donate_argnums=2)
+_SHARE = jax.jit(share, donate_argnums=0)
+_RESTORE = jax.jit(restored, donate_argnums=0)
 _INSERT = jax.jit(insert.insert, static_argnums=0, donate_argnums=(3, 4))
 _DECODE = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
 _COMPRESS = jax.jit(reclaim.compress_slots, static_argnums=(0, 1), donate_argnums=4)
@@ -69,6 +73,10 @@ class PromptJob:
     in_pool: bool
     """Too long for the scratch: its chunks go to its slot at once, compressed in between."""
     done: int = 0
+    start: int = 0
+    """Tokens before the first chunk: its slot held them when it began."""
+    retains: bool = False
+    """Whether what has run is retained after the last chunk."""
     prompt: prefill.PromptKV | None = None
     logits: jax.Array | None = None
     """After the last chunk."""
@@ -83,11 +91,16 @@ class PromptJob:
         return self.done == len(self.tokens) and bool(self.repetitions)
 
     @property
+    def budget(self) -> int | None:
+        """Blocks that its tokens keep where they are retained."""
+        return self.request.budget_at(len(self.tokens))
+
+    @property
     def next_chunk(self) -> int:
         """Tokens of the next chunk, or of the next repetition; 0 once all have run."""
         if self.repeating:
             return len(self.repetitions[0])
-        sums = np.cumsum([0, *self.chunks])
+        sums = np.cumsum([self.start, *self.chunks])
         at = int(np.searchsorted(sums, self.done))
         return self.chunks[at] if at < len(self.chunks) else 0
 
@@ -119,7 +132,7 @@ class Worker:
         self.compiled = CompiledSteps()
         self._new_cache = functools.partial(
             init_cache,
-            num_slots=config.max_batch,
+            num_slots=config.num_rows,
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -128,9 +141,10 @@ class Worker:
             block_size=spec.block_size,
             codec=spec.codec,
             planes=spec.planes,
+            sharing=config.sharing,
         )
         self.cache: PagedCache = self._new_cache()
-        self.state = decode.init_slots(config.max_batch)
+        self.state = decode.init_slots(config.num_rows)
         slots, width = config.max_batch, self.cache.max_blocks
         if jax.default_backend() == "cpu":
             self.decode_sizes = sizes_upto(slots, 1, 2)
@@ -148,7 +162,7 @@ class Worker:
         """An empty cache and no running sequence; what compiled steps there are stay."""
         # Never two pools at once.
         self.cache = self.state = None  # type: ignore[assignment]
-        self.cache, self.state = self._new_cache(), decode.init_slots(self.config.max_batch)
+        self.cache, self.state = self._new_cache(), decode.init_slots(self.config.num_rows)
 
     def alive(self) -> bool:
         """Whether cache and slot states are still there: an error or an interruption in the middle
@@ -170,8 +184,15 @@ class Worker:
         return int(free_blocks(self.cache))
 
     def begin(self, request: Request) -> PromptJob:
-        """A job for a request's prompt, or for all its tokens after a preemption."""
-        tokens = request.all_tokens
+        """A job for a request's prompt, or for all its tokens after a preemption.
+
+        Where it shares, for those after what it continues, as far as they are retained.
+        """
+        plan, tokens = request.plan, request.all_tokens
+        if plan is not None:
+            tokens = tokens[: plan.until]
+            if plan.match is not None:
+                return self.go_on(request, tokens, plan.start, plan.match.logits, plan.retains)
         length, chunk = len(tokens), self.config.prefill_chunk
         in_pool = length > self.config.prefill_scratch
         if request.method.observer.query_heads and not in_pool:
@@ -180,11 +201,36 @@ class Worker:
         parts = -(-length // chunk)
         # As even as can be, so that the last chunk fills an observation window.
         chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
-        job = PromptJob(request, tokens, chunks, in_pool)
+        job = PromptJob(request, tokens, chunks, in_pool, retains=plan is not None)
         if request.method.repeats:
             size = min(repeat.CHUNK, self.config.prefill_chunk)
             job.repetitions = repeat.repetitions(self.repeat_request, tokens, size)
         return job
+
+    def go_on(
+        self,
+        request: Request,
+        tokens: np.ndarray,
+        start: int,
+        logits: jax.Array | None,
+        retains: bool = False,
+    ) -> PromptJob:
+        """A job for tokens behind those that a slot holds, in the pool.
+
+        Args:
+            request: the request.
+            tokens: all tokens of the job, the held ones among them.
+            start: how many its slot holds.
+            logits: after these.
+            retains: whether they are retained when all have run.
+        """
+        length = len(tokens) - start
+        parts = -(-length // self.config.prefill_chunk)
+        chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
+        return PromptJob(
+            request, tokens, chunks, True, start, start, retains,
+            logits=logits, fits=jnp.bool_(True),
+        )  # fmt: skip
 
     def bucket(self, sizes: Iterable[int]) -> int:
         """Tokens that steps for chunks of some sizes are compiled for."""
@@ -255,16 +301,42 @@ class Worker:
             return
         request, top = job.request, num_top([job.request])
         prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
-        repeated = [self._repeat_call(job, prompt)] if job.repetitions else []
+        further = [self._repeat_call(job, prompt)] if job.repetitions else []
+        if not job.retains:
+            further.append(self._insert_call(request, prompt, logits, 0, top))
         self.compiled.compile(
             [
                 chunk,
-                *repeated,
-                self._insert_call(request, prompt, logits, 0, top),
+                *further,
                 self._decode_call([0], 1, request.method.decode, top),
                 self._empty_call([]),
             ]
         )
+
+    def place(self, job: PromptJob, slot: int) -> jax.Array:
+        """Put what a finished job keeps into an empty slot, and leave it there. Returns whether
+        there was room."""
+        assert job.prompt is not None
+        request, keep = job.request, job.budget
+        method = request.method.eviction if request.compressed_first else None
+        parts = None if method is None else method.parts
+        key = StepKey("place", parts, (job.prompt.k.shape[1],))
+        keep = np.int32(NO_BUDGET if method is None or keep is None else keep)
+        args = (method, self.artefacts, self.cache, job.prompt, keep, np.int32(slot))
+        self.cache, _, _, ok = self.compiled.run(StepCall(key, _PLACE, args))
+        return ok
+
+    def share(self, source: int, target: int) -> None:
+        """Let an empty row hold what another one holds."""
+        args = (self.cache, np.int32(source), np.int32(target))
+        self.cache, _ = self.compiled.run(StepCall(StepKey("share"), _SHARE, args))
+
+    def restore(self, row: int, held: Mapping[str, np.ndarray]) -> bool:
+        """Let an empty row hold what was saved. Returns whether there was room."""
+        key = StepKey("restore", sizes=(len(held["metric"]),))
+        args = (self.cache, np.int32(row), dict(held))
+        self.cache, ok = self.compiled.run(StepCall(key, _RESTORE, args))
+        return bool(ok)
 
     def insert(self, job: PromptJob, slot: int, num_top: int | None) -> InsertReport:
         """Put what a finished job keeps into an empty slot, and let it decode."""
@@ -365,13 +437,13 @@ class Worker:
         self.cache, self.state = self.compiled.run(self._empty_call(slots))
 
     def _empty_call(self, slots: Sequence[int]) -> StepCall:
-        marked = np.zeros(self.config.max_batch, bool)
+        marked = np.zeros(self.config.num_rows, bool)
         marked[list(slots)] = True
         return StepCall(StepKey("empty"), _EMPTY, (self.cache, self.state, marked))
 
     def warm_up(self, request: Request, num_top: int | None = None) -> None:
         """Compile every step that requests like this one need, by running each on nothing."""
-        outside = self.config.max_batch
+        outside = self.config.num_rows
         job = self.begin(request)
         if not job.in_pool:
             while job.next_chunk:
@@ -391,7 +463,7 @@ class Worker:
 
     def _padded(self, slots: Sequence[int], group: int) -> np.ndarray:
         """The slots, and one out of range for the rest."""
-        padded = np.full(group, self.config.max_batch, np.int32)
+        padded = np.full(group, self.config.num_rows, np.int32)
         padded[: len(slots)] = slots
         return padded
 

@@ -77,6 +77,7 @@ class GivePredicted(DecodeRule):
 
     claims: bool = True
     artefacts = (WEIGHT, EXTRA)
+    held = False
 
     @property
     def planes(self) -> tuple[Plane, ...]:  # type: ignore[override]
@@ -112,6 +113,10 @@ class PredictedReads(Scorer):
     @property
     def artefacts(self) -> tuple[str, ...]:  # type: ignore[override]
         return (WEIGHT, EXTRA, CLAIM) if self.window else (WEIGHT, EXTRA)
+
+    @property
+    def settled(self) -> bool:
+        return not self.window
 
     @property
     def decode(self) -> DecodeRule:

@@ -37,6 +37,7 @@ class GiveNewest(DecodeRule):
     """Each new KV gets the metric that an intrinsic scorer gives it."""
 
     scorer: "Intrinsic"
+    held = False
 
     def after(self, planes: Planes, step: StepView, artefacts: Artefacts) -> Planes:
         position = jnp.broadcast_to(step.position[:, None], step.k.shape[:2])

@@ -129,6 +129,8 @@ class DecodeRule:
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the calibrated arrays that `after` reads."""
     into: ClassVar[str] = "metric"
+    held: ClassVar[bool] = True
+    """Whether steps change numbers of KVs that were there before them."""
     planes: ClassVar[tuple[Plane, ...]] = ()
 
     def before(self, planes: Planes, step: StepView) -> Planes:
@@ -152,6 +154,11 @@ class Scorer:
     @property
     def needs_log_sum(self) -> bool:
         """Whether one pass over the logits suffices where the attention tells their log-sum-exp."""
+        return False
+
+    @property
+    def settled(self) -> bool:
+        """Whether a KV's numbers are final when it is written: further chunks change none."""
         return False
 
     @property

@@ -18,6 +18,7 @@ from kvjax.cache.store.paged import (
     valid_slots,
 )
 from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_layer, write_newest
+from kvjax.cache.store.saved import restored, saved, typed
 from kvjax.cache.store.sharing import share, unshare, unshare_slots
 from kvjax.cache.store.slots import put_slots, take_slots
 from kvjax.cache.store.spec import CacheSpec, Plane
@@ -44,8 +45,11 @@ __all__ = [
     "move_rows",
     "put_slots",
     "release",
+    "restored",
+    "saved",
     "share",
     "take_slots",
+    "typed",
     "unshare",
     "unshare_slots",
     "valid_slots",

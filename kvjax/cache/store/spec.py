@@ -97,9 +97,10 @@ class CacheSpec:
         """Bytes of the blocks that hold every KV of so many tokens."""
         return self.heads * self.blocks_per_head(tokens) * self.block_bytes
 
-    def pool_bytes(self, num_blocks: int) -> int:
-        """Bytes of a pool: its blocks, and the free mask."""
-        return num_blocks * (self.block_bytes + jnp.dtype(bool).itemsize)
+    def pool_bytes(self, num_blocks: int, sharing: bool = False) -> int:
+        """Bytes of a pool: its blocks, the free mask and, with `sharing`, counts of owners."""
+        counts = jnp.dtype("int32").itemsize if sharing else 0
+        return num_blocks * (self.block_bytes + jnp.dtype(bool).itemsize + counts)
 
     def table_bytes(self, num_slots: int, max_blocks_per_head: int) -> int:
         """Bytes of the slots: block tables, context lengths and sequence lengths, int32."""

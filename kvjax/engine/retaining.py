@@ -1,0 +1,85 @@
+"""Prompts that are retained when asked for, and their files: what `LLM` has methods for."""
+
+import os
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from kvjax.cache import CompressionConfig
+from kvjax.cache.config import as_method
+from kvjax.cache.store import saved, typed
+from kvjax.engine import prefix_files
+from kvjax.engine.interrupts import held
+from kvjax.engine.prefix_files import Kind
+from kvjax.engine.prefixes import Prefix
+from kvjax.engine.prompts import Prompt, token_ids
+from kvjax.engine.request import RequestOutput
+from kvjax.engine.sampling import SamplingParams
+from kvjax.errors import UserError
+
+if TYPE_CHECKING:
+    from kvjax.engine.llm import LLM
+
+SHORTEST = SamplingParams(max_tokens=1)
+
+
+def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) -> Prefix:
+    """See `LLM.retain`."""
+    compression = llm.compression if compression is None else compression
+    settings = llm._checked(prompt, SHORTEST, compression, "prefix", -1).sharing
+    if settings is None:
+        raise UserError(
+            f"method {as_method(compression.method).name} shares no prefixes with share_prefix "
+            f"{llm.config.share_prefix!r}: give EngineConfig(share_prefix='always'), or another "
+            "method"
+        )
+    tokens = token_ids(prompt, llm.model.tokenizer, llm.model.config.vocab_size)
+    outputs: list[RequestOutput] = []
+    with llm.engine.owner("retain"):
+        name = llm._add(
+            prompt, SHORTEST, compression, None, outputs.append, None, False, len(tokens)
+        )
+        try:
+            while not (outputs and outputs[-1].finished):
+                llm.recovery.step()
+        finally:
+            llm.abandon([name])
+    prefix = llm.scheduler.prefixes.exactly(settings, tokens)
+    if prefix is None:
+        reason = outputs[-1].error or "give a larger pool or more retained_prefixes"
+        raise UserError(f"the prompt of {len(tokens)} tokens was not retained: {reason}")
+    return prefix
+
+
+def save(
+    llm: "LLM",
+    path: str | os.PathLike[str],
+    prompt: Prompt,
+    compression: CompressionConfig | None,
+) -> int:
+    """See `LLM.save_prefix`."""
+    prefix = retain(llm, prompt, compression)
+    kind = Kind.of(llm.model.fingerprint, llm.worker, prefix.settings)
+    kept = saved(llm.worker.cache, prefix.row)
+    prefix_files.write(path, kind, prefix.tokens, prefix.logits, kept)
+    return len(prefix.tokens)
+
+
+def load(llm: "LLM", path: str | os.PathLike[str], compression: CompressionConfig | None) -> int:
+    """See `LLM.load_prefix`."""
+    found, arrays = prefix_files.read(path)
+    tokens, logits = arrays.pop("tokens"), arrays.pop("logits", None)
+    compression = llm.compression if compression is None else compression
+    settings = llm._checked(tokens, SHORTEST, compression, "prefix", -1).sharing
+    if settings is None:
+        raise UserError(f"prefix {path}: nothing is shared with these settings")
+    prefix_files.check(path, found, Kind.of(llm.model.fingerprint, llm.worker, settings))
+    try:
+        kept = typed(llm.worker.cache, {n.removeprefix("held."): x for n, x in arrays.items()})
+    except ValueError as error:
+        raise UserError(f"prefix {path}: {error}; give a file that was saved whole") from None
+    with llm.engine.owner("load_prefix"), held():
+        last = None if logits is None else jnp.asarray(logits)
+        if not llm.engine.load(tokens, settings, last, kept):
+            raise UserError(f"prefix {path}: no room for its blocks; give a larger pool")
+    return len(tokens)

@@ -1,0 +1,60 @@
+"""The outputs of some requests as an iterator."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.engine.request import RequestOutput, RequestStats
+
+if TYPE_CHECKING:
+    from kvjax.engine.llm import LLM
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """The outputs of some requests as they come. Close it, or drop it, to end them."""
+
+    def __init__(self, llm: "LLM", prompts, sampling, compression):
+        self._llm = llm
+        self._names: list[str | RequestOutput] = []
+        self._queue: deque[RequestOutput] = deque()
+        try:
+            llm.add_all(self._names, prompts, sampling, compression, self._queue.append)
+        except BaseException:
+            self.close()
+            raise
+        self._running = {name for name in self._names if isinstance(name, str)}
+        self._queue.extend(name for name in self._names if not isinstance(name, str))
+
+    def __next__(self) -> RequestOutput:
+        while not self._queue and self._running:
+            with self._llm.engine.owner("stream"):
+                self._llm.recovery.step()
+        if not self._queue:
+            raise StopIteration
+        output = self._queue.popleft()
+        if output.finished:
+            self._running.discard(output.request_id)
+        return output
+
+    def close(self) -> None:
+        """End those of the requests that still run; their outputs are dropped."""
+        self._llm.abandon(self._names)
+        self._names, self._running = [], set()
+        self._queue.clear()
+
+    def __enter__(self) -> "OutputStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self):
+        self.close()
+
+
+def refused(name: str, error: str) -> RequestOutput:
+    """The output of a prompt that no request was made of."""
+    empty = np.zeros(0, np.int32)
+    return RequestOutput(name, empty, (), "", "", "error", error, None, RequestStats())

@@ -1,0 +1,246 @@
+"""Prompts that go on from what is left of others: the same tokens as without, and nothing lost."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import CompressionConfig, check_invariants
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.prefixes import Prefixes
+from kvjax.errors import UserError
+from tests.engine.serving import FULL, assert_empty, drain, greedy, make_llm, prompts_of, tokens_of
+
+GRAIN = 16
+SHARED = {"share_prefix": "auto", "share_grain": GRAIN, "retained_prefixes": 3}
+NORMS = CompressionConfig(method="key-norm", max_cache_tokens=16, protected=8)
+"""A method that looks at no question, with a cache of 16 tokens' worth of KVs."""
+(DOCUMENT,) = prompts_of(70)
+QUESTIONS = prompts_of(9, 8, 5)
+
+
+def asked(question: np.ndarray) -> np.ndarray:
+    return np.concatenate([DOCUMENT, question])
+
+
+def forget(llm) -> None:
+    check_invariants(llm.worker.cache)
+    llm.forget_prefixes()
+    assert not np.asarray(llm.worker.cache.shared).any()
+    assert_empty(llm)
+
+
+@pytest.fixture(scope="module")
+def chained(tiny_params):
+    """Tokens of prompts that go through the same compressions, each alone, with nothing shared."""
+    llm = make_llm(tiny_params, **SHARED)
+
+    def tokens(compression, prompt, sampling, shared=None):
+        name = llm._add(prompt, sampling, compression, None, None, None, True, shared=shared)
+        output = drain(llm)[name]
+        assert output.stats.cached_tokens == 0
+        forget(llm)
+        return tokens_of([output])[0]
+
+    return tokens
+
+
+def tighten(llm, blocks: int):
+    """Leave so many blocks free, as in a smaller pool. Returns what undoes it."""
+    cache = llm.worker.cache
+    taken = jnp.arange(cache.num_blocks) >= blocks
+    llm.worker.cache = dataclasses.replace(cache, free=~taken)
+    llm.scheduler.accounts.free[:] = blocks
+
+    def undo():
+        now = llm.worker.cache
+        llm.worker.cache = dataclasses.replace(now, free=now.free | taken)
+        llm.scheduler.accounts.free[:] = llm.worker.free_blocks()
+
+    return undo
+
+
+@pytest.mark.parametrize("compression", [FULL, NORMS], ids=["whole", "compressed"])
+def test_another_question_about_a_document(tiny_params, chained, compression):
+    llm = make_llm(tiny_params, compression, **SHARED)
+    for number, question in enumerate(QUESTIONS):
+        (output,) = llm.generate([asked(question)], greedy())
+        # Compressed at the last multiple of 16 with 16 tokens behind it, which is in the document.
+        assert output.stats.cached_tokens == (0 if number == 0 else 48)
+        assert tokens_of([output])[0] == chained(compression, asked(question), greedy())
+    forget(llm)
+
+
+@pytest.mark.parametrize("compression", [FULL, NORMS], ids=["whole", "compressed"])
+def test_many_questions_at_once(tiny_params, chained, compression):
+    llm = make_llm(tiny_params, compression, **SHARED)
+    outputs = llm.generate([asked(question) for question in QUESTIONS], greedy())
+    # They part behind the document; the first runs it for all.
+    assert [output.stats.cached_tokens for output in outputs] == [0, 70, 70]
+    wanted = [chained(compression, asked(q), greedy(), shared=70) for q in QUESTIONS]
+    assert tokens_of(outputs) == wanted
+    forget(llm)
+
+
+def test_forks_of_one_prompt(tiny_params, chained):
+    """Several answers to one prompt, each with a seed of its own: only the first one runs it."""
+    settings = [greedy(temperature=1.0, seed=seed) for seed in range(3)]
+    llm = make_llm(tiny_params, NORMS, **SHARED)
+    outputs = llm.generate([DOCUMENT] * 3, settings)
+    assert [output.stats.cached_tokens for output in outputs] == [0, 70, 70]
+    assert len(set(tokens_of(outputs))) == 3
+    (again,) = llm.generate([DOCUMENT], settings[2])
+    assert again.stats.cached_tokens == 70
+    assert tokens_of([again])[0] == tokens_of(outputs)[2]
+    forget(llm)
+
+
+@pytest.mark.parametrize("compression", [FULL, NORMS], ids=["whole", "compressed"])
+def test_a_next_turn_goes_on_from_the_last_answer(tiny_params, chained, compression):
+    llm = make_llm(tiny_params, compression, **SHARED)
+    (first,) = llm.generate([DOCUMENT], greedy(8))
+    said = np.concatenate([DOCUMENT, np.asarray(first.token_ids, np.int32), QUESTIONS[0]])
+    (second,) = llm.generate([said], greedy(8))
+    # The last token was never run.
+    assert second.stats.cached_tokens == 70 + 7
+    assert llm.metrics.as_dict()["kvjax_prefix_hits_total"] == 1
+    assert llm.metrics.as_dict()["kvjax_prompt_tokens_total"] == 70 + 1 + 9
+    if compression is FULL:
+        assert tokens_of([second])[0] == chained(FULL, said, greedy(8))
+    forget(llm)
+
+
+def test_settings_of_their_own_share_nothing(tiny_params):
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    found = [
+        llm.generate([DOCUMENT], greedy(2), compression)[0].stats.cached_tokens
+        for compression in (FULL, NORMS, NORMS)
+    ]
+    assert found == [0, 0, 48]
+    forget(llm)
+
+
+def test_methods_that_look_at_the_question_share_only_where_asked(tiny_params):
+    looks = CompressionConfig(method="snapkv", max_cache_tokens=16, window=4)
+    for share, cached in (("auto", 0), ("always", 70)):
+        llm = make_llm(tiny_params, looks, **SHARED | {"share_prefix": share})
+        llm.generate([DOCUMENT], greedy(1))
+        llm.generate([DOCUMENT, DOCUMENT], greedy(1))
+        (output,) = llm.generate([DOCUMENT], greedy(1))
+        assert output.stats.cached_tokens == cached
+        forget(llm)
+
+
+def test_retained_prefixes_go_first_when_blocks_are_needed(tiny_params, chained):
+    """A pool in which little fits beside what runs: nobody is preempted for what is retained."""
+    prompts = prompts_of(60, 61, 62, 63)
+    llm = make_llm(tiny_params, NORMS, **SHARED)
+    undo = tighten(llm, 108)
+    for prompt in prompts:
+        (output,) = llm.generate([prompt], greedy())
+        assert output.stats.preemptions == 0
+        assert output.stats.blocks_evicted_decoding == 0
+        assert tokens_of([output])[0] == chained(NORMS, prompt, greedy())
+    undo()
+    forget(llm)
+
+
+def test_under_pressure_all_come_to_their_ends(tiny_params, chained):
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    undo = tighten(llm, 168)
+    outputs = llm.generate([asked(question) for question in QUESTIONS] * 2, greedy(20))
+    wanted = [chained(FULL, asked(question), greedy(20)) for question in QUESTIONS]
+    assert tokens_of(outputs) == wanted * 2
+    assert sum(output.stats.preemptions for output in outputs) > 0
+    undo()
+    forget(llm)
+
+
+def test_a_round_that_fails_forgets_what_was_retained(tiny_params, monkeypatch):
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    (first,) = llm.generate([DOCUMENT], greedy(4))
+    failures, observe = [RuntimeError("once")], llm.metrics.observe
+
+    def fails(*args):
+        if failures:
+            raise failures.pop()
+        observe(*args)
+
+    monkeypatch.setattr(llm.metrics, "observe", fails)
+    (again,) = llm.generate([DOCUMENT], greedy(4))
+    assert tokens_of([again]) == tokens_of([first])
+    assert not failures
+    forget(llm)
+
+
+def test_the_longest_is_found_and_the_oldest_goes():
+    prefixes = Prefixes(range(4, 7), grain=4)
+    tokens = np.arange(20, dtype=np.int32)
+    short = prefixes.add(tokens[:5], "a", None)
+    long = prefixes.add(tokens[:9], "a", None)
+    other = prefixes.add(tokens[:12], "b", None)
+    assert prefixes.full
+    assert prefixes.find("a", tokens) is long
+    assert prefixes.find("a", tokens[:9]) is short, "nobody knows the token after the ninth"
+    assert prefixes.find("a", tokens + 1) is None
+    prefixes.used(short)
+    assert prefixes.oldest() is long
+    assert prefixes.oldest(besides=long) is other
+    prefixes.remove(long)
+    assert not prefixes.full
+    assert prefixes.find("a", tokens) is short
+
+
+@pytest.mark.parametrize("compression", [FULL, NORMS], ids=["whole", "compressed"])
+def test_a_prefix_in_a_file(tiny_params, tmp_path, compression):
+    """Another engine goes on from the file as this one does from its cache."""
+    path = tmp_path / "document.safetensors"
+    llm = make_llm(tiny_params, compression, **SHARED)
+    assert llm.save_prefix(path, DOCUMENT) == llm.retain(DOCUMENT) == 70
+    wanted = tokens_of(llm.generate([asked(QUESTIONS[0]), DOCUMENT], greedy()))
+    other = make_llm(tiny_params, compression, **SHARED)
+    assert other.load_prefix(path) == other.load_prefix(path) == 70
+    outputs = other.generate([asked(QUESTIONS[0]), DOCUMENT], greedy())
+    assert [output.stats.cached_tokens for output in outputs] == [70, 70]
+    assert tokens_of(outputs) == wanted
+    forget(llm)
+    forget(other)
+
+
+def test_a_file_of_something_else_is_refused_in_one_line(tiny_params, tmp_path):
+    path = tmp_path / "document.safetensors"
+    llm = make_llm(tiny_params, NORMS, **SHARED)
+    llm.save_prefix(path, DOCUMENT)
+
+    def refused(other, match, compression=None, path=path):
+        with pytest.raises(UserError, match=match) as caught:
+            other.load_prefix(path, compression)
+        assert "\n" not in str(caught.value)
+        if other.config.sharing:
+            forget(other)
+
+    refused(make_llm(tiny_params, FULL, **SHARED), "its settings is")
+    refused(make_llm(tiny_params, NORMS, **SHARED | {"block_size": 8}), "its block_size is")
+    refused(make_llm(tiny_params, NORMS), "nothing is shared")
+    changed = jax.tree.map(lambda x: x + 1, tiny_params)
+    refused(make_llm(changed, NORMS, **SHARED), "its model is")
+    refused(make_llm(tiny_params, NORMS, **SHARED | {"retained_prefixes": 0}), "no room")
+    refused(llm, "No such file", path=tmp_path / "nothing")
+    broken = tmp_path / "broken"
+    broken.write_bytes(path.read_bytes()[:-7])
+    refused(llm, "saved whole", path=broken)
+
+
+def test_what_cannot_be_retained_is_refused(tiny_params):
+    with pytest.raises(UserError, match="shares no prefixes"):
+        make_llm(tiny_params, FULL).retain(DOCUMENT)
+    looks = CompressionConfig(method="snapkv", max_cache_tokens=16, window=4)
+    with pytest.raises(UserError, match="share_prefix='always'"):
+        make_llm(tiny_params, looks, **SHARED).retain(DOCUMENT)
+
+
+def test_sharing_has_to_be_one_of_three():
+    with pytest.raises(UserError, match="share_prefix 'sometimes': give one of"):
+        EngineConfig(share_prefix="sometimes")  # type: ignore[arg-type]
