@@ -58,7 +58,7 @@ def write(
         UserError: the file cannot be written.
     """
     path = Path(path)
-    arrays = {f"held.{name}": np.ascontiguousarray(x) for name, x in held.items()}
+    arrays = {f"held.{name}": np.asarray(x, order="C") for name, x in held.items()}
     arrays["tokens"] = np.ascontiguousarray(tokens, np.int32)
     if logits is not None:
         arrays["logits"] = np.asarray(logits, np.float32)

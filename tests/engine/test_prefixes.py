@@ -241,6 +241,7 @@ def test_what_cannot_be_retained_is_refused(tiny_params):
         make_llm(tiny_params, looks, **SHARED).retain(DOCUMENT)
 
 
+@pytest.mark.usefixtures("unchecked_signatures")
 def test_sharing_has_to_be_one_of_three():
     with pytest.raises(UserError, match="share_prefix 'sometimes': give one of"):
         EngineConfig(share_prefix="sometimes")  # type: ignore[arg-type]

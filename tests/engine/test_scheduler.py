@@ -53,6 +53,7 @@ class Prompt:
     length: int
     in_pool: bool
     done: int = 0
+    retains: bool = False
 
     @property
     def next_chunk(self) -> int:

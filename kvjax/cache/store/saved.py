@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from kvjax.cache.store.grow import grow
-from kvjax.cache.store.paged import PagedCache, blocks_for
+from kvjax.cache.store.paged import PagedCache
 
 Held = dict[str, np.ndarray]
 """`context_len` [L, H], `seq_len` [], and of each block, head after head, what the pool stores."""
@@ -28,10 +28,7 @@ def _pools(cache: PagedCache) -> dict[str, Any]:
 def saved(cache: PagedCache, slot: int) -> Held:
     """What a slot holds, as bytes where NumPy has no such type."""
     context_len = np.asarray(cache.context_len[slot])
-    owned = (
-        np.arange(cache.max_blocks)
-        < np.asarray(blocks_for(context_len, cache.block_size))[..., None]
-    )
+    owned = np.arange(cache.max_blocks) < -(-context_len // cache.block_size)[..., None]
     ids = np.asarray(cache.block_table[slot])[owned]
 
     def rows(pool: Array) -> np.ndarray:
@@ -60,7 +57,7 @@ def typed(cache: PagedCache, held: Mapping[str, np.ndarray]) -> Held:
     lengths = found["context_len"]
     if (lengths < 0).any() or (lengths > int(found["seq_len"])).any():
         raise ValueError("its heads hold more KVs than it has tokens")
-    blocks = int(np.asarray(blocks_for(lengths, cache.block_size)).sum())
+    blocks = int((-(-lengths // cache.block_size)).sum())
     for name, pool in _pools(cache).items():
         rows = held[name]
         rows = rows if rows.dtype == pool.dtype else rows.view(np.dtype(pool.dtype))
