@@ -20,6 +20,10 @@ class UserError(Exception):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
+class QueueFull(UserError):
+    """As many requests wait as may: the same request may do later."""
+
+
 def in_one_line(error: BaseException) -> str:
     """An exception as its caller is told of it: bad input in its own words, others by type."""
     text = " ".join(str(error).split())

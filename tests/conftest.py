@@ -63,6 +63,7 @@ EXPECTED_SKIPS = (
     "Qwen2.5-Coder-0.5B-Instruct GGUF not cached",  # 500 MB that nothing downloads
     "peak memory is read from Linux's /proc",
     "needs Linux",
+    "needs Chromium on PATH",  # the page's tests drive a browser, which no package index has
     "needs a Python with kvpress",  # torch and some gigabytes beside it
 )
 """How the reasons begin for which tests may be skipped everywhere."""

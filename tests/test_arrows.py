@@ -7,7 +7,7 @@ from pathlib import Path
 import kvjax
 
 ROOT = Path(kvjax.__file__).parent
-LAYERS = ("kernels", "cache", "models", "engine", "eval", "cli")
+LAYERS = ("kernels", "cache", "models", "engine", "eval", "serve", "cli")
 """From the lowest to the highest."""
 BASE = {"checks", "errors", "extras", "startup"}
 """Modules that anyone may import, and which import nothing but each other."""

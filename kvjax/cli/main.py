@@ -9,6 +9,7 @@ from kvjax.cli.command import ArgumentParser
 
 COMMANDS = {
     "decode": "answer a prompt from a compressed cache, and say what the cache held",
+    "serve": "answer OpenAI's clients over HTTP, with a page that shows the cache",
     "evaluate": "compare compression methods on the same prompts",
     "plot": "draw what evaluate has measured",
     "calibrate": "learn from a model's own repetitions which KVs will be read",

@@ -232,6 +232,11 @@ class AsyncLLM:
         return self.llm.dead
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing can be added any more: it was closed, or its thread has ended."""
+        return self._driver.closing != "no"
+
+    @property
     def metrics(self) -> EngineMetrics:
         return self.llm.metrics
 
@@ -243,6 +248,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         deadline: float | None = None,
+        report_kept: bool = False,
     ) -> "AsyncOutputs":
         """Queue a request; its outputs come from the iterator that is returned.
 
@@ -261,6 +267,7 @@ class AsyncLLM:
             request_id=request_id,
             on_output=mailbox.put,
             deadline=deadline,
+            report_kept=report_kept,
         )
         return AsyncOutputs(self, mailbox, [name])
 
@@ -316,9 +323,14 @@ class AsyncLLM:
         """Make a new cache and go on; open requests end with an error, as `LLM.reset` says."""
         await self._call(self.llm.reset)
 
-    async def warm_up(self, prompt_lens: Sequence[int], logprobs: bool = False) -> None:
-        """Compile what prompts of these lengths need; requests wait meanwhile."""
-        await self._call(lambda: self.llm.warm_up(prompt_lens, logprobs))
+    async def warm_up(
+        self,
+        prompt_lens: Sequence[int],
+        logprobs: bool = False,
+        compression: CompressionConfig | None = None,
+    ) -> None:
+        """Compile what prompts of these lengths need, as `LLM.warm_up`; requests wait meanwhile."""
+        await self._call(lambda: self.llm.warm_up(prompt_lens, logprobs, compression))
 
     async def aclose(self, drain: bool = False) -> None:
         """End the thread; nothing can be added any more. May be called again.

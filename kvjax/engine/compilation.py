@@ -25,6 +25,7 @@ StepName = Literal[
     "place",
     "share",
     "restore",
+    "kept",
 ]
 
 

@@ -443,6 +443,9 @@ class Engine:
             stats.blocks_after = int((-(-kept // self.config.block_size)).sum())
             stats.kept, stats.shortfall = kept, int(started.shortfall)
             stats.blocks_evicted_decoding = 0
+            if request.report_kept and request.slot is not None:
+                with self._phase("compress"):
+                    stats.kept_tokens = self.worker.kept_tokens(request.slot, len(request.prompt))
         self.metrics.evicted(int(started.freed))
         self.metrics.prefilled(request.length - stats.cached_tokens)
         log_probs = None

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from kvjax.engine.interrupts import held
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.text import RequestText
-from kvjax.errors import UserError
+from kvjax.errors import QueueFull, UserError
 
 
 class Owner:
@@ -81,14 +81,15 @@ class Intake:
             waiting: requests that wait already, those that came since the last round not counted.
 
         Raises:
-            UserError: its id is in use, or too many wait.
+            QueueFull: too many wait.
+            UserError: its id is in use.
         """
         with held(), self._lock:
             if request.id in self.open or request.id in self._outbox:
                 raise UserError(f"request id {request.id!r} is in use: give another")
             most = self._max_waiting
             if most is not None and waiting + len(self._new) >= most:
-                raise UserError(f"{most} requests are waiting, which is max_waiting: come later")
+                raise QueueFull(f"{most} requests are waiting, which is max_waiting: come later")
             self.open[request.id] = request, text
             self._new.append(request)
             if request.deadline is not None:

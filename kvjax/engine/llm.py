@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Codec, CompressionConfig
+from kvjax.cache import Codec, CompressionConfig, Method
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import as_method
 from kvjax.cache.methods import METHODS
-from kvjax.checks import INT32_MAX, check_number, check_text, check_whole, shown
+from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
 from kvjax.engine import retaining
 from kvjax.engine.calibrate.shelf import AUTO
 from kvjax.engine.calibrate.shelf import load as load_calibration
@@ -125,8 +125,14 @@ class LLM:
         with self.engine.owner("reset"), held():
             self.recovery.reset()
 
-    def warm_up(self, prompt_lens: Sequence[int], logprobs: bool = False) -> None:
-        """Compile what prompts of these lengths need, with the engine's own compression settings.
+    def warm_up(
+        self,
+        prompt_lens: Sequence[int],
+        logprobs: bool = False,
+        compression: CompressionConfig | None = None,
+    ) -> None:
+        """Compile what prompts of these lengths need, by default with the engine's own compression
+        settings.
 
         Without it each step compiles when it is first needed, while requests wait.
         """
@@ -134,9 +140,20 @@ class LLM:
             check_whole("prompt length", length, 1, self.max_len)
             prompt = np.zeros(length, np.int32)
             sampling = SamplingParams(max_tokens=max(1, min(2, self.max_len - length)))
-            request = self._checked(prompt, sampling, self.compression, "warm-up", -1)
+            request = self._checked(
+                prompt, sampling, compression or self.compression, "warm-up", -1
+            )
             with self.engine.owner("warm_up"), held():
                 self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
+
+    def check_offers(self, method: str | Method) -> None:
+        """Refuse a method that no request could bring.
+
+        Raises:
+            UserError: there is none of that name, or the engine lacks what it needs.
+        """
+        asked, one = CompressionConfig(method=method, rate=2), SamplingParams(max_tokens=1)
+        self._checked(np.zeros(1, np.int32), one, asked, "offer", -1)
 
     def memory(self) -> dict[str, int]:
         """Bytes: the plan's parts, and what the device says is in use, at most so far, and there.
@@ -161,6 +178,7 @@ class LLM:
         request_id: str | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
         deadline: float | None = None,
+        report_kept: bool = False,
     ) -> str:
         """Queue a request; others may be running. May be called from any thread.
 
@@ -172,6 +190,7 @@ class LLM:
             on_output: called with each of its outputs, by the thread that steps. If it raises, the
                 request ends. Without it, outputs wait until somebody calls `step`.
             deadline: seconds from now after which it ends with what it has.
+            report_kept: have `stats.kept_tokens` say which tokens of the prompt each head kept.
 
         Returns:
             The request's id.
@@ -180,8 +199,9 @@ class LLM:
             UserError: the request can never be served; says why, and what would do.
         """
         return self._add(
-            prompt, sampling, compression, request_id, on_output, deadline, on_output is None
-        )
+            prompt, sampling, compression, request_id, on_output, deadline, on_output is None,
+            report_kept=report_kept,
+        )  # fmt: skip
 
     def _add(
         self,
@@ -193,6 +213,7 @@ class LLM:
         deadline: float | None,
         waits: bool,
         shared: int | None = None,
+        report_kept: bool = False,
     ) -> str:
         try:
             if self.dead is not None:
@@ -209,6 +230,7 @@ class LLM:
                 check_number("deadline", deadline, 0, above=True)
                 request.deadline = self.engine.clock() + deadline
             request.on_output, request.waits, request.shared_tokens = on_output, waits, shared
+            request.report_kept = check_flag("report_kept", report_kept)
             # Where warnings are errors, nothing is queued.
             self._tell_rate(request)
             self.engine.add(request)

@@ -45,6 +45,7 @@ class EngineMetrics:
         self._stalls = counter(
             "compile_stall_seconds", "Seconds of compilation while other requests waited"
         )
+        self._stall_count = counter("compile_stalls", "Compilations that other requests waited for")
         self._seconds = counter("seconds", "Seconds, by phase; host is what is left", ("phase",))
         for phase in PHASES:
             self._seconds.labels(phase)
@@ -77,6 +78,7 @@ class EngineMetrics:
         self.spent("compile", seconds)
         if stalled:
             self._stalls.inc(seconds)
+            self._stall_count.inc()
 
     @contextlib.contextmanager
     def round(self, clock: Callable[[], float]) -> Iterator[None]:

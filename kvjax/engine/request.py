@@ -44,6 +44,9 @@ class RequestStats:
     """Blocks that it took once compressed."""
     kept: np.ndarray | None = None
     """KVs that each head held then, [L, H]."""
+    kept_tokens: np.ndarray | None = None
+    """Which tokens of the prompt each head held then, bool [L, H, T]; only where the request asked
+    for it."""
     rate: float = 1.0
     """The compression rate that its settings lead to, tokens over tokens' worth of budget."""
     shortfall: int = 0
@@ -119,6 +122,8 @@ class Request:
     """Tokens that others will begin with, where its caller knows."""
     plan: Plan | None = None
     """How its prompt runs, where it shares; made when it begins."""
+    report_kept: bool = False
+    """Whether its `stats.kept_tokens` are wanted, which costs a look at the device."""
     aborted: bool = False
     """It ends in the next round."""
 

@@ -42,6 +42,11 @@ _INSERT = jax.jit(insert.insert, static_argnums=0, donate_argnums=(3, 4))
 _DECODE = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
 _COMPRESS = jax.jit(reclaim.compress_slots, static_argnums=(0, 1), donate_argnums=4)
 _EMPTY = jax.jit(reclaim.empty, donate_argnums=(0, 1))
+_POSITIONS = jax.jit(
+    lambda position, table: (
+        position.at[table].get(mode="fill", fill_value=-1).reshape(*table.shape[:2], -1)
+    )
+)
 
 GRAIN = 128
 """Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
@@ -182,6 +187,23 @@ class Worker:
     def free_blocks(self) -> int:
         """Blocks of the pool that nobody owns (waits for the device)."""
         return int(free_blocks(self.cache))
+
+    def kept_tokens(self, slot: int, length: int) -> np.ndarray:
+        """Which of its first `length` tokens each head of a slot holds, bool [L, H, length]
+        (waits for the device)."""
+        table = np.asarray(self.cache.block_table[slot])
+        owned = int((table < self.cache.num_blocks).sum(-1).max())
+        # Few widths, as each is compiled.
+        width = min(table.shape[-1], 1 << max(0, owned - 1).bit_length())
+        call = StepCall(
+            StepKey("kept", sizes=(width,)), _POSITIONS, (self.cache.position, table[..., :width])
+        )
+        positions = np.asarray(self.compiled.run(call))
+        kept = np.zeros((*table.shape[:-1], length), bool)
+        held = (positions >= 0) & (positions < length)
+        layer, head = np.nonzero(held)[:2]
+        kept[layer, head, positions[held]] = True
+        return kept
 
     def begin(self, request: Request) -> PromptJob:
         """A job for a request's prompt, or for all its tokens after a preemption.

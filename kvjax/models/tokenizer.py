@@ -98,6 +98,10 @@ class Tokenizer:
         text = data.decode(errors="replace")
         return text.removeprefix(" ") if self._strip_leading_space else text
 
+    def token_bytes(self, index: int) -> bytes:
+        """What one token stands for: perhaps a part of a character; marks are spelled out."""
+        return self._token_bytes(index, skip_special_tokens=False)
+
     def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for tokens as they come: its joined output equals `decode` of them all."""
         return StreamDecoder(

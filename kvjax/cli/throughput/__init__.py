@@ -6,16 +6,20 @@
         --input-len 6000 --rate v 1 8 64 --out results.jsonl --plot-dir plots
     kvjax throughput --trace AzureLLMInferenceTrace_conv.csv.gz --request-rate 0.5 \\
         --num-prompts 64 --rate v 8
+    kvjax throughput --server http://127.0.0.1:8000 --input-len 1000 --output-len 64 \\
+        --num-prompts 32 --rate v 8
 
 All prompts are submitted at once, each of one length, and every answer has its full length
 (KV-Compress, section 5.3); with --trace they arrive one by one. Rate "v" is the same engine with
 compression left out. The largest batch that the arithmetic allows stands beside the one reached,
 and the elapsed time beside the time that the machine's matrix rate and copy bandwidth, measured
-in the same run, would need. Each result is one line of JSON; the last line is the last result.
+in the same run, would need. With --server a running `kvjax serve` is loaded instead, and what its
+clients wait for is measured. Each result is one line of JSON; the last line is the last result.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -68,6 +72,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--no-limits", dest="limits", action="store_false", help="do not measure the machine")
     add("--out", metavar="FILE", help="append each result to this JSONL file")
     add("--plot-dir", metavar="FOLDER", help="pictures by rate and by length")
+    add("--server", metavar="URL", help="load a running server instead of an engine here")
+    add("--api-key", help="of that server (KVJAX_API_KEY)")
     add("--peer-python", help="a Python with torch and transformers: serve the same there")
 
 
@@ -145,8 +151,39 @@ def show(rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def load_server(options: argparse.Namespace) -> int:
+    """Rows of a server: one for each length and rate."""
+    from kvjax.cli.throughput.remote import Remote, measure_remote, source_of
+    from kvjax.cli.throughput.work import Arrival, at_rate, read_trace
+
+    key = options.api_key or os.environ.get("KVJAX_API_KEY")
+    remote = Remote(options.server, key)
+    source = source_of(remote, options.prompt_file)
+    if options.trace:
+        arrivals = at_rate(
+            read_trace(options.trace, options.num_prompts), options.request_rate, options.seed
+        )
+        works = [([row.input_len for row in arrivals], arrivals)]
+    else:
+        works = []
+        for length in options.input_len:
+            row = Arrival(0.0, length, options.output_len)
+            arrivals = at_rate([row] * options.num_prompts, options.request_rate, options.seed)
+            works.append(([length] * options.num_prompts, arrivals))
+    for lengths, arrivals in works:
+        for rate in options.rate:
+            line = json.dumps(measure_remote(remote, options, rate, lengths, arrivals, source))
+            if options.out:
+                with open(options.out, "a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+            print(line, flush=True)
+    return 0
+
+
 def run(options: argparse.Namespace) -> int:
     check(options)
+    if options.server is not None:
+        return load_server(options)
 
     import numpy as np
 

@@ -1,0 +1,29 @@
+# The server on CPUs, or on NVIDIA GPUs with --build-arg EXTRA=serve,cuda (the CUDA libraries come as
+# wheels; the host needs its driver and the NVIDIA container toolkit).
+#
+#   docker build -t kvjax .
+#   docker run --rm -p 8000:8000 -v kvjax-cache:/cache kvjax --rate 8
+#   docker build -t kvjax-cuda --build-arg EXTRA=serve,cuda .
+#   docker run --rm --gpus all -p 8000:8000 -v kvjax-cache:/cache -v ./weights:/weights:ro \
+#       -e KVJAX_API_KEY kvjax-cuda --weights /weights --rate 8
+FROM python:3.12-slim
+
+ARG EXTRA=serve
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY kvjax kvjax
+RUN pip install --no-cache-dir -c constraints.txt ".[${EXTRA}]" && rm -rf /src/*
+
+# Weights, calibrations and compiled programs outlive the container here.
+ENV KVJAX_CACHE=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1
+RUN useradd --create-home --uid 10001 kvjax && mkdir /cache && chown kvjax /cache
+USER kvjax
+WORKDIR /home/kvjax
+VOLUME /cache
+EXPOSE 8000
+
+HEALTHCHECK --start-period=10m --interval=15s --timeout=5s CMD python -c \
+    "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"
+# Longer than --drain, which ends answers first.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["kvjax", "serve", "--host", "0.0.0.0"]

@@ -1,0 +1,278 @@
+"""Serve a model over HTTP as OpenAI does, from a compressed cache, with a page that shows it.
+
+    kvjax serve --rate 8
+    kvjax serve --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct --rate 8 --port 8000
+    KVJAX_API_KEY=secret kvjax serve --host 0.0.0.0 --max-waiting 64
+
+Then open http://127.0.0.1:8000/, or point any OpenAI client at http://127.0.0.1:8000/v1. What it
+offers, and how it is operated: docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvjax.cli.models import (
+    add_calibration_option,
+    add_model_options,
+    check_model_options,
+    chosen_calibration,
+    load_chosen_model,
+)
+from kvjax.cli.progress import Progress
+from kvjax.errors import UserError
+from kvjax.extras import check_extra
+
+if TYPE_CHECKING:
+    from kvjax.cache import CompressionConfig
+    from kvjax.engine import EngineConfig
+    from kvjax.serve import ServerSettings
+
+USUAL_RATE = 8.0
+KEY_VARIABLE = "KVJAX_API_KEY"
+WARM_UP = (128, 1024)
+"""Lengths of prompts that are compiled for, where no others are given and the context has room."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser.add_argument_group("model"))
+
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--rate", type=float, help="compression rate of requests that name none (8)")
+    cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs, instead")
+    cache.add_argument(
+        "--method",
+        help="compression method (predicted-reads for a model whose calibration is there, "
+        "else shared-reads)",
+    )
+    cache.add_argument(
+        "--methods",
+        default="",
+        metavar="A,B",
+        help="further methods that requests may ask for, beside the own one and full",
+    )
+    add_calibration_option(cache)
+    cache.add_argument("--floor", type=int, help="least tokens that a rate keeps (128)")
+    cache.add_argument(
+        "--compress-every", type=int, metavar="N", help="compress after every N generated tokens"
+    )
+
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--max-batch", type=int, default=64, help="sequences at once (%(default)s)")
+    sizes.add_argument("--max-len", type=int, help="most tokens of a sequence (the model's limit)")
+    sizes.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    sizes.add_argument("--prefill-chunk", type=int, default=2048, help="tokens (%(default)s)")
+    sizes.add_argument("--prefill-scratch", type=int, default=8192, help="tokens (%(default)s)")
+    sizes.add_argument("--decode-steps-per-sync", type=int, default=8, help="(%(default)s)")
+    sizes.add_argument("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
+    sizes.add_argument("--memory-fraction", type=float, default=0.9, help="(%(default)s)")
+
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    server.add_argument("--port", type=int, default=8000, help="0 for any (%(default)s)")
+    server.add_argument("--served-name", help="what clients call the model (its own name)")
+    server.add_argument(
+        "--api-key", help=f"that clients have to send; better in {KEY_VARIABLE}; A,B for several"
+    )
+    server.add_argument(
+        "--max-waiting", type=int, default=256, help="requests in the queue (%(default)s)"
+    )
+    server.add_argument(
+        "--deadline",
+        type=float,
+        default=600.0,
+        help="seconds per request; 0 for none (%(default)s)",
+    )
+    server.add_argument("--max-tokens", type=int, help="most tokens of an answer")
+    server.add_argument(
+        "--default-max-tokens",
+        type=int,
+        default=1024,
+        help="tokens of an answer whose client sets no limit (%(default)s)",
+    )
+    server.add_argument(
+        "--max-body-bytes", type=int, default=4 << 20, help="of a request (%(default)s)"
+    )
+    server.add_argument(
+        "--max-choices", type=int, default=64, help="prompts × n of a request (%(default)s)"
+    )
+    server.add_argument(
+        "--drain", type=float, default=30.0, help="seconds to end in after SIGTERM (%(default)s)"
+    )
+    server.add_argument(
+        "--warm-up",
+        default=None,
+        metavar="N,N",
+        help="lengths of prompts to compile for before /ready; 0 for none (%(default)s: 128,1024)",
+    )
+    server.add_argument(
+        "--warm-up-logprobs", action="store_true", help="also for requests with logprobs"
+    )
+    server.add_argument("--no-page", dest="page", action="store_false", help="no page at /")
+    server.add_argument(
+        "--log-prompts", action="store_true", help="write prompts and answers into the log"
+    )
+
+
+def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, EngineConfig]:
+    """What the options ask of the cache and the engine.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    from kvjax.cache import CompressionConfig
+    from kvjax.cli.decode import UNCALIBRATED
+    from kvjax.engine import EngineConfig
+
+    method, rate = options.method or UNCALIBRATED, options.rate
+    if rate is None and options.max_cache_tokens is None and method != "full":
+        rate = USUAL_RATE
+    given = {"floor": options.floor} if options.floor is not None else {}
+    compression = CompressionConfig(
+        method=method,
+        rate=rate,
+        max_cache_tokens=options.max_cache_tokens,
+        compress_every=options.compress_every,
+        **given,
+    )
+    config = EngineConfig(
+        max_batch=options.max_batch,
+        max_len=options.max_len or options.context_length,
+        block_size=options.block_size,
+        prefill_chunk=options.prefill_chunk,
+        prefill_scratch=max(options.prefill_scratch, options.prefill_chunk),
+        decode_steps_per_sync=options.decode_steps_per_sync,
+        pool_tokens=options.pool_tokens,
+        memory_fraction=options.memory_fraction,
+        max_waiting=options.max_waiting,
+        methods=further_methods(options),
+    )
+    return compression, config
+
+
+def further_methods(options: argparse.Namespace) -> tuple[str, ...]:
+    """The methods of `--methods`."""
+    return tuple(name.strip() for name in options.methods.split(",") if name.strip())
+
+
+def server_settings(options: argparse.Namespace) -> ServerSettings:
+    """What the options say of the server.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    from kvjax.checks import check_whole
+    from kvjax.serve import ServerSettings
+
+    check_whole("--port", options.port, 0, 65535)
+    keys = options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE, "")
+    if options.api_key is not None and not keys.strip(","):
+        raise UserError("--api-key is empty: give a key, or leave it out for an open server")
+    return ServerSettings(
+        served_name=options.served_name,
+        api_keys=tuple(key for key in keys.split(",") if key),
+        deadline=options.deadline or None,
+        max_body_bytes=options.max_body_bytes,
+        max_tokens=options.max_tokens,
+        default_max_tokens=options.default_max_tokens,
+        max_choices=options.max_choices,
+        methods=further_methods(options),
+        drain_seconds=options.drain,
+        log_prompts=options.log_prompts,
+        page=options.page,
+    )
+
+
+def warm_up_lengths(options: argparse.Namespace, max_len: int) -> list[int]:
+    """Lengths of prompts to compile for.
+
+    Raises:
+        UserError: one is no length.
+    """
+    from kvjax.checks import check_whole, shown
+
+    if options.warm_up is None:
+        return sorted({min(length, max_len - 1) for length in WARM_UP if max_len > 1})
+    try:
+        lengths = [int(part) for part in options.warm_up.split(",")]
+    except ValueError as error:
+        raise UserError(
+            f"--warm-up {shown(options.warm_up)}: give lengths as in 128,1024"
+        ) from error
+    return [check_whole("--warm-up", n, 1, max_len) for n in lengths if n != 0]
+
+
+def curl_line(url: str, model: str, keyed: bool) -> str:
+    """A line that asks the server something."""
+    key = f" -H 'Authorization: Bearer '\"${KEY_VARIABLE}\"" if keyed else ""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    return (
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"-d '{json.dumps(body)}'"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    for package in ("fastapi", "uvicorn", "openai"):
+        check_extra(package, "serve", "kvjax serve")
+    from kvjax.cli.decode import usual_method
+    from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.serve import bind
+
+    # What can be refused without a model is refused before one is loaded.
+    check_model_options(options)
+    engine_settings(options)
+    settings = server_settings(options)
+    warm_up_lengths(options, 2**31 - 1)
+    listener = bind(options.host, options.port)
+    try:
+        enable_compilation_cache()
+        with Progress() as progress:
+            model, _ = load_chosen_model(options, progress)
+            if options.method is None:
+                options.method = usual_method(options, model)
+            return _serve(options, settings, model, listener, progress)
+    finally:
+        listener.close()
+
+
+def _serve(
+    options: argparse.Namespace, settings: ServerSettings, model: Any, listener: Any, progress: Any
+) -> int:
+    from kvjax.cache.config import as_method
+    from kvjax.engine import AsyncLLM
+    from kvjax.serve import Service, run_server
+    from kvjax.serve.logs import write_logs
+
+    compression, config = engine_settings(options)
+    methods = [as_method(name) for name in (compression.method, *config.methods)]
+    calibration = chosen_calibration(options, model, methods, progress)
+    llm = AsyncLLM(model, compression, config, calibration=calibration)
+    service = Service(llm, settings)
+    lengths = warm_up_lengths(options, llm.llm.max_len)
+    progress.clear()
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{listener.getsockname()[1]}"
+
+    def started() -> None:
+        print(f"memory: {llm.llm.plan}", file=sys.stderr)
+        print(f"{service.name} at {url}/v1, its page at {url}/", file=sys.stderr)
+        print(f"try: {curl_line(url, service.name, bool(settings.api_keys))}", file=sys.stderr)
+        sys.stderr.flush()
+
+    write_logs(sys.stderr, settings.log_prompts)
+    asyncio.run(
+        run_server(
+            service,
+            listener,
+            warm_up=lengths,
+            warm_up_logprobs=options.warm_up_logprobs,
+            started=started,
+        )
+    )
+    return 0

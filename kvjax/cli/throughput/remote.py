@@ -1,0 +1,180 @@
+"""Load on a server over HTTP: what its clients wait for, by compression rate and prompt length."""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.cli.throughput.measure import percentiles
+from kvjax.cli.throughput.work import MOST_CHARACTERS, Arrival, prompts_of, source_tokens
+from kvjax.errors import UserError
+from kvjax.extras import check_extra
+
+MOST_SOURCE = min(MOST_CHARACTERS, 1 << 19)
+"""Characters that prompts are cut from: servers bound what they are sent."""
+
+
+class Remote:
+    """A server, as far as its load is concerned."""
+
+    def __init__(self, url: str, key: str | None):
+        """Ask the server what it serves.
+
+        Raises:
+            UserError: it cannot be reached, or it refuses.
+        """
+        check_extra("httpx", "serve", "--server")
+        import httpx
+
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._options: dict[str, Any] = {
+            "base_url": url.rstrip("/").removesuffix("/v1"),
+            "headers": headers,
+            "timeout": None,
+            "trust_env": False,
+            "limits": limits,
+        }
+        self._httpx = httpx
+        self.status = self._asked("GET", "/kvjax/status")
+
+    def _asked(self, method: str, path: str, body: Any = None) -> Any:
+        try:
+            with self._httpx.Client(**self._options) as client:
+                response = client.request(method, path, json=body)
+                found = response.json()
+        except (self._httpx.HTTPError, self._httpx.InvalidURL, ValueError) as error:
+            url = self._options["base_url"]
+            raise UserError(
+                f"--server {url}: it gives no answer ({type(error).__name__})"
+            ) from error
+        if response.status_code != 200:
+            said = found.get("error", {}).get("message", response.status_code)
+            raise UserError(f"--server: {said}")
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, as `source_tokens` asks a tokenizer for them."""
+        body = {"prompt": text[:MOST_SOURCE], "add_special_tokens": False}
+        return self._asked("POST", "/tokenize", body)["tokens"]
+
+    async def serve(
+        self, prompts: Sequence[np.ndarray], arrivals: Sequence[Arrival], settings: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Send all requests, each at its arrival; what became of each, in order."""
+        async with self._httpx.AsyncClient(**self._options) as client:
+            start = time.perf_counter()
+
+            async def one(number: int) -> dict[str, Any]:
+                arrival = arrivals[number]
+                await asyncio.sleep(max(0.0, arrival.seconds + start - time.perf_counter()))
+                body = {
+                    **settings,
+                    "prompt": prompts[number].tolist(),
+                    "max_tokens": arrival.output_len,
+                    "seed": number,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    "ignore_eos": True,
+                }
+                return await self._answer(client, body)
+
+            return await asyncio.gather(*map(one, range(len(prompts))))
+
+    async def _answer(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
+        """When the parts of one answer came, and how many tokens it had."""
+        began = time.perf_counter()
+        times: list[float] = []
+        found: dict[str, Any] = {"times": times, "tokens": 0, "began": began, "error": None}
+        try:
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    return {**found, "error": response.json()["error"]["message"]}
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        return {**found, "error": event["error"]["message"]}
+                    if event["choices"] and event["choices"][0]["text"]:
+                        times.append(time.perf_counter())
+                    if event.get("usage"):
+                        found["tokens"] = event["usage"]["completion_tokens"]
+                        found["kvjax"] = event.get("kvjax")
+        except self._httpx.HTTPError as error:
+            return {**found, "error": type(error).__name__}
+        found["ended"] = time.perf_counter()
+        return found
+
+
+def measure_remote(
+    remote: Remote,
+    options: argparse.Namespace,
+    rate: str,
+    lengths: list[int],
+    arrivals: list[Arrival],
+    source: np.ndarray,
+) -> dict[str, Any]:
+    """One row: serve everything at one compression rate.
+
+    Gaps between tokens are those between the parts of a stream, shared out among the tokens that
+    an answer has; a part may bring several.
+    """
+    full = rate == "v"
+    method = None if options.method == USUAL_METHOD else options.method
+    compression: dict[str, Any] = {"method": "full"} if full else {"rate": float(rate)}
+    if method and not full:
+        compression["method"] = method
+    settings = {"temperature": options.temperature, "compression": compression}
+    prompts = prompts_of(source, lengths, options.seed)
+    began = time.perf_counter()
+    answers = asyncio.run(remote.serve(prompts, arrivals, settings))
+    seconds = time.perf_counter() - began
+    done = [answer for answer in answers if answer["error"] is None and answer["times"]]
+    if not done:
+        raise UserError(f"--server: no request was served: {answers[0]['error']}")
+    firsts = [answer["times"][0] - answer["began"] for answer in done]
+    parts = [gap for answer in done for gap in np.diff(answer["times"]).tolist()]
+    each = [
+        (answer["times"][-1] - answer["times"][0]) / (answer["tokens"] - 1)
+        for answer in done
+        if answer["tokens"] > 1
+    ]
+    generated = sum(answer["tokens"] for answer in done)
+    kept = [answer["kvjax"] for answer in done if answer.get("kvjax")]
+    before = sum(one["kvs_before"] for one in kept)
+    after = sum(one["kvs_after"] for one in kept)
+    return {
+        "model": remote.status["model"],
+        "server": True,
+        "rate": None if full else float(rate),
+        "reached_rate": before / after if after else None,
+        "method": "full" if full else method or remote.status["method"],
+        "input_len": lengths[0] if len(set(lengths)) == 1 else None,
+        "output_len": options.output_len,
+        "request_rate": options.request_rate,
+        "num_prompts": len(prompts),
+        "failed": len(answers) - len(done),
+        "pool_tokens": remote.status["pool_tokens"],
+        "seconds": seconds,
+        "total_tokens_per_second": (sum(lengths) + generated) / seconds,
+        "output_tokens_per_second": generated / seconds,
+        "time_to_first_token": percentiles(firsts),
+        "time_per_output_token": percentiles(each),
+        "time_between_parts": percentiles(parts),
+        "request_seconds": percentiles([answer["ended"] - answer["began"] for answer in done]),
+    }
+
+
+USUAL_METHOD = "kv-compress-continual"
+"""`--method` where nothing is said: a server has a method of its own."""
+
+
+def source_of(remote: Remote, prompt_file: str | None) -> np.ndarray:
+    """Tokens of the text that prompts are cut from."""
+    return source_tokens(remote, prompt_file)

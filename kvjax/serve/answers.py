@@ -1,0 +1,234 @@
+"""From the engine's outputs to the objects of the OpenAI interface."""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from openai.types import Completion, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from kvjax.engine import RequestOutput, TokenLogprobs
+from kvjax.models.tokenizer import Tokenizer
+
+_REASONS = {"eos": "stop", "stop": "stop"}
+"""Ends by the interface's names; all others cut the answer short, which is its "length"."""
+
+
+def usage_of(prompts: Sequence[Sequence[int]], last: Iterable[RequestOutput]) -> dict[str, Any]:
+    """Tokens of a whole request: each prompt once, and all that was generated."""
+    last = list(last)
+    prompt, generated = sum(map(len, prompts)), sum(len(output.token_ids) for output in last)
+    # Choices of one prompt may each find a part of it; no more than all of it is told.
+    cached = sum(int(getattr(output.stats, "cached_tokens", 0) or 0) for output in last)
+    return CompletionUsage.model_validate(
+        {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+        }
+    ).model_dump(exclude_unset=True)
+
+
+def kept_of(outputs: Iterable[RequestOutput], heads: int, block_bytes: int) -> dict[str, Any]:
+    """What the caches of some choices held once their prompts were compressed.
+
+    Args:
+        outputs: the last of each.
+        heads: layers × KV heads.
+        block_bytes: bytes of one block.
+    """
+    begun = [output for output in outputs if output.stats.kept is not None]
+    before = sum(heads * len(output.prompt_token_ids) for output in begun)
+    after = sum(int(np.sum(output.stats.kept)) for output in begun)  # type: ignore[arg-type]
+    blocks = sum(output.stats.blocks_after for output in begun)
+    return {
+        "kvs_before": before,
+        "kvs_after": after,
+        "blocks": blocks,
+        "blocks_before": sum(output.stats.blocks_before for output in begun),
+        "bytes": blocks * block_bytes,
+        "achieved_rate": round(before / after, 4) if after else None,
+        "blocks_evicted_decoding": sum(o.stats.blocks_evicted_decoding for o in begun),
+        "preemptions": sum(output.stats.preemptions for output in begun),
+    }
+
+
+def detail_of(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Which tokens of a prompt each KV head kept; None where nobody asked.
+
+    `heads` has, for each layer and head, the bits of the tokens that it holds in hexadecimal,
+    the first token in the highest bit of the first byte.
+    """
+    kept = output.stats.kept_tokens
+    if kept is None:
+        return None
+    stream = tokenizer.stream(skip_special_tokens=False)
+    return {
+        "layers": kept.shape[0],
+        "kv_heads": kept.shape[1],
+        "tokens": [stream.push(int(token)) for token in output.prompt_token_ids],
+        "kept": np.asarray(output.stats.kept).tolist(),
+        "heads": [[np.packbits(row).tobytes().hex() for row in layer] for layer in kept],
+    }
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; the interface writes −9999 for it."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+class Answer:
+    """Objects of one request: its id, its model, and the moment it was made."""
+
+    kind = ""
+    prefix = ""
+
+    def __init__(self, model: str, tokenizer: Tokenizer):
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._tokenizer = tokenizer
+        self._common = {"id": self.id, "created": int(time.time()), "model": model}
+
+    def whole(
+        self, outputs: Sequence[RequestOutput], usage: dict[str, Any], kvjax: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The answer in one piece."""
+        raise NotImplementedError
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """What a stream begins with, for one choice."""
+        raise NotImplementedError
+
+    def chunk(self, index: int, output: RequestOutput, seen: int, **extra: Any) -> dict[str, Any]:
+        """A part of a stream: the text since the last one, and tokens from number `seen` on."""
+        raise NotImplementedError
+
+    def usage_chunk(self, usage: dict[str, Any], kvjax: dict[str, Any]) -> dict[str, Any]:
+        """The part that follows the last, where usage was asked for."""
+        return self._made(choices=[], usage=usage, kvjax=kvjax, chunk=True)
+
+    def _made(self, *, chunk: bool = False, **fields: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _text(self, token: int) -> tuple[str, list[int]]:
+        """A token's text, with U+FFFD for half a character, and its bytes."""
+        data = self._tokenizer.token_bytes(token)
+        return data.decode(errors="replace"), list(data)
+
+    def _entries(self, output: RequestOutput, seen: int) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens from number `seen` on that are in the text."""
+        found = list((output.logprobs or ())[seen:])
+        if output.finish_reason == "eos" and found:
+            found.pop()
+        return found
+
+
+def _reason(output: RequestOutput) -> str | None:
+    return None if output.finish_reason is None else _REASONS.get(output.finish_reason, "length")
+
+
+class ChatAnswer(Answer):
+    """POST /v1/chat/completions"""
+
+    prefix = "chatcmpl"
+
+    def _made(self, *, chunk: bool = False, **fields: Any) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if chunk else "chat.completion"
+        made = ChatCompletionChunk if chunk else ChatCompletion
+        value = {**self._common, "object": kind, **fields}
+        return made.model_validate(value).model_dump(mode="json", exclude_unset=True)
+
+    def whole(self, outputs, usage, kvjax):
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "finish_reason": _reason(output),
+                "logprobs": self._logprobs(output, 0),
+            }
+            for index, output in enumerate(outputs)
+        ]
+        return self._made(choices=choices, usage=usage, kvjax=kvjax)
+
+    def first(self, index):
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
+        return self._made(choices=[choice], chunk=True)
+
+    def chunk(self, index, output, seen, **extra):
+        choice = {
+            "index": index,
+            "delta": {"content": output.new_text} if output.new_text else {},
+            "finish_reason": _reason(output),
+            "logprobs": self._logprobs(output, seen),
+        }
+        return self._made(choices=[choice], chunk=True, **extra)
+
+    def _logprobs(self, output: RequestOutput, seen: int) -> dict[str, Any] | None:
+        if output.logprobs is None:
+            return None
+
+        def named(token: int, logprob: float) -> dict[str, Any]:
+            text, data = self._text(token)
+            return {"token": text, "logprob": _finite(logprob), "bytes": data}
+
+        content = [
+            {**named(entry.token, entry.logprob), "top_logprobs": [named(*t) for t in entry.top]}
+            for entry in self._entries(output, seen)
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionAnswer(Answer):
+    """POST /v1/completions"""
+
+    prefix = "cmpl"
+
+    def _made(self, *, chunk: bool = False, **fields: Any) -> dict[str, Any]:
+        value = {**self._common, "object": "text_completion", **fields}
+        for choice in value["choices"]:
+            # Parts of a stream have no reason yet, which the type has no word for.
+            choice.setdefault("finish_reason", None)
+        made = Completion.construct(**value)
+        return made.model_dump(mode="json", exclude_unset=True, warnings=False)
+
+    def whole(self, outputs, usage, kvjax):
+        choices = [self._choice(i, output, output.text, 0) for i, output in enumerate(outputs)]
+        return self._made(choices=choices, usage=usage, kvjax=kvjax)
+
+    def first(self, index):
+        return None
+
+    def chunk(self, index, output, seen, **extra):
+        choices = [self._choice(index, output, output.new_text, seen)]
+        return self._made(choices=choices, chunk=True, **extra)
+
+    def _choice(self, index: int, output: RequestOutput, text: str, seen: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "finish_reason": _reason(output),
+            "logprobs": self._logprobs(output, seen),
+        }
+
+    def _logprobs(self, output: RequestOutput, seen: int) -> dict[str, Any] | None:
+        if output.logprobs is None:
+            return None
+        entries = self._entries(output, seen)
+        before = self._tokenizer.decode(output.token_ids[:seen])
+        offset, offsets, tokens = len(before), [], []
+        for entry in entries:
+            offsets.append(offset)
+            tokens.append(self._text(entry.token)[0])
+            offset += len(tokens[-1])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            # Of tokens that read alike the likeliest is told: keys are texts here.
+            "top_logprobs": [
+                {self._text(t)[0]: _finite(x) for t, x in reversed(entry.top)} for entry in entries
+            ],
+            "text_offset": offsets,
+        }

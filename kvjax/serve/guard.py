@@ -1,0 +1,172 @@
+"""Around every request: its id, who asks, how much is sent, and one line in the log."""
+
+import asyncio
+import hmac
+import time
+import uuid
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvjax.serve.errors import ApiError
+from kvjax.serve.logs import log
+from kvjax.serve.service import Service
+from kvjax.serve.streams import CLOSED
+
+OPEN_PATHS = ("/", "/health", "/ready", "/version")
+"""What needs no key, beside the files of the page: nothing of it is a client's."""
+BODY_SECONDS = 60.0
+"""Within which a body has to come."""
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+
+
+class _Gone(Exception):
+    """The client left while it was sending."""
+
+
+class Guard:
+    """ASGI middleware; the outermost, so that nothing gets past it."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app, self._service = app, service
+        self._keys = [key.encode() for key in service.settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        name = _request_id(headers.get(b"x-request-id"))
+        fields: dict[str, Any] = {}
+        scope.setdefault("state", {})["note"] = fields.update
+        began, status = time.perf_counter(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = [*_HEADERS, (b"x-request-id", name.encode())]
+                message = {**message, "headers": [*message["headers"], *own]}
+            await send(message)
+
+        metrics = self._service.metrics
+        metrics.open.inc()
+        try:
+            try:
+                self._check_key(scope, headers)
+                body = await self._body(scope, headers, receive)
+                await self._app(scope, _replayed(body, receive), answer)
+            except ApiError as error:
+                fields["error"] = error.code or error.message
+                await error.response()(scope, receive, answer)
+        except _Gone:
+            status = CLOSED
+        except Exception as error:
+            # An answer has been sent already, if any could be.
+            log.error("a request failed", exc_info=error, extra={"fields": {"request_id": name}})
+            status = status or 500
+        finally:
+            metrics.open.dec()
+            seconds = time.perf_counter() - began
+            path = getattr(scope.get("route"), "path", "other")
+            metrics.answered(path, status or CLOSED, seconds)
+            line = {
+                "request_id": name,
+                "method": scope["method"],
+                "path": path,
+                "status": status or CLOSED,
+                "seconds": round(seconds, 4),
+                **fields,
+            }
+            if path not in ("/health", "/ready", "/metrics", "/kvjax/status"):
+                log.info("request", extra={"fields": line})
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Refuse who has no key.
+
+        Raises:
+            ApiError: there is none, or it is wrong.
+        """
+        path = scope["path"]
+        if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
+            return
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        # All are compared, each in the same time whatever was given.
+        found = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        if kind.lower() != b"bearer" or not any(found):
+            raise ApiError(
+                401,
+                "this server needs an API key: send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body, if it is not too long and comes in time.
+
+        Raises:
+            ApiError: it is not; or a body that is no JSON, as other sites' pages may send them.
+        """
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return b""
+        most = self._service.settings.max_body_bytes
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise ApiError(415, "the body is not declared as JSON: send 'Content-Type: "
+                           "application/json'", code="not_json", headers=_CLOSE)  # fmt: skip
+        told = headers.get(b"content-length", b"0")
+        if told.isdigit() and int(told[:20]) > most:
+            raise _too_long(most)
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise _too_long(most)
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s",
+                           headers=_CLOSE) from None  # fmt: skip
+
+
+_CLOSE = {"Connection": "close"}
+"""For an answer before the whole body was read."""
+
+
+def _too_long(most: int) -> ApiError:
+    return ApiError(
+        413, f"the body is longer than {most} bytes: send less", code="too_large", headers=_CLOSE
+    )
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A body that was read, and after it whatever comes."""
+    told = False
+
+    async def again() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's name for its request, if it is a name that a log can have; else a new one."""
+    if given and len(given) <= 128:
+        text = given.decode("latin-1")
+        if text.isascii() and all(c.isalnum() or c in "-_.:" for c in text):
+            return text
+    return uuid.uuid4().hex

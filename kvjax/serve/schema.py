@@ -1,0 +1,137 @@
+"""What clients may send. A field that is unknown, or that would change the answer and is not
+offered, is refused; one that changes nothing is taken and left alone."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_MESSAGES = 4096
+MOST_STOPS = 64
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Compression(Body):
+    """Settings of one request's cache; what is left out is the server's.
+
+    They are those of `kvjax.CompressionConfig` that need no compilation of their own.
+    """
+
+    method: str | None = Field(None, description="One of the methods that /kvjax/status names.")
+    rate: float | int | None = Field(None, description="Tokens over tokens' worth of KVs kept.")
+    max_cache_tokens: int | None = Field(None, description="The size itself, instead of a rate.")
+    floor: int | None = Field(None, description="The least size that a rate leads to, in tokens.")
+    protected: int | None = Field(None, description="Newest tokens that are never evicted.")
+    sinks: int | None = Field(None, description="Oldest tokens that are never evicted.")
+    compress_every: int | None = Field(None, description="Compress again after so many tokens.")
+
+
+class Extras(Body):
+    """What only this server offers."""
+
+    detail: bool = Field(
+        False, description="Say which tokens of the prompt each KV head kept, in `kvjax.detail`."
+    )
+    deadline: float | int | None = Field(
+        None, gt=0, description="Seconds after which the answer ends with what it has."
+    )
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Request(Body):
+    """Fields that both kinds of requests have."""
+
+    model: str | None = Field(None, description="The served model; may be left out.")
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | int | None = Field(None, ge=0)
+    top_p: float | int | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 or -1 for all.")
+    min_p: float | int | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, description="Any whole number; drawn where it is left out.")
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    compression: Compression | None = None
+    kvjax: Extras | None = None
+
+    # Taken, and without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # Known, and refused where they ask for something.
+    frequency_penalty: float | int | None = None
+    presence_penalty: float | int | None = None
+    logit_bias: dict[str, float | int] | None = None
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions"""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A turn. Fields beside role and content go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions"""
+
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further names for the model's chat template."
+    )
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text, or messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]

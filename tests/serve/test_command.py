@@ -1,0 +1,45 @@
+"""`kvjax serve` as a command: what it refuses before it serves."""
+
+from kvjax import extras
+from kvjax.cli import main_of
+from kvjax.cli.main import main
+from kvjax.serve import bind
+
+
+def refusal(capsys, *arguments) -> str:
+    """The one line with which the command refuses."""
+    assert main_of(main, ["serve", *map(str, arguments)]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if not x.endswith("…")]
+    assert line.startswith("error: ")
+    return line
+
+
+def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} of 127.0.0.1: it is taken" in refusal(capsys, "--port", port)
+    for arguments, says in (
+        (("--port", 70000), "--port 70000"),
+        (("--host", "no.such.host.invalid"), "no such address"),
+        (("--rate", 0), "rate 0"),
+        (("--methods", "none-such"), "none-such"),
+        (("--warm-up", "a,b"), "--warm-up"),
+        (("--api-key", ""), "--api-key"),
+        (("--drain", -1), "drain_seconds"),
+        (("--model", "none-such"), "none-such"),
+    ):
+        assert says in refusal(capsys, *arguments)
+    find = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    assert refusal(capsys).endswith("kvjax serve needs uvicorn: pip install 'kvjax[serve]'")
+
+
+def test_what_does_not_fit_the_model(capsys, tiny_folder, tmp_path):
+    small = ("--weights", tiny_folder, "--port", 0, "--warm-up", 0)
+    assert "does not fit" in refusal(capsys, *small, "--pool-tokens", 10**10)
+    broken = tmp_path / "calibration.safetensors"
+    broken.write_bytes(b"nothing of the kind")
+    line = refusal(
+        capsys, *small, "--pool-tokens", 512, "--method", "predicted-reads", "--calibration", broken
+    )
+    assert str(broken) in line

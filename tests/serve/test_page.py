@@ -1,0 +1,160 @@
+"""The page at /: what it may load, and, in a real browser, what it does."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from kvjax.serve.app import PAGE_FILES
+from tests.conftest import REPOSITORY
+
+FOLDER = REPOSITORY / "kvjax" / "serve" / "page"
+EVIL = "<img src=x onerror='document.title=`taken`'><script>document.title='taken'</script>&amp;"
+
+
+def test_every_file_is_served_under_a_strict_policy(client):
+    assert {path.name for path in FOLDER.iterdir()} == set(PAGE_FILES)
+    for name, kind in PAGE_FILES.items():
+        found = client.get("/" if name == "index.html" else f"/page/{name}")
+        assert found.content == (FOLDER / name).read_bytes()
+        assert found.headers["content-type"] == kind
+        policy = dict(part.split(" ", 1) for part in found.headers[
+            "content-security-policy"].split("; "))  # fmt: skip
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert found.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_can_be_left_out(serve):
+    with serve(page=False) as server, server.client() as client:
+        assert client.get("/").status_code == 404
+        assert client.get("/page/page.js").status_code == 404
+
+
+def test_nothing_comes_from_elsewhere_or_becomes_markup():
+    for path in FOLDER.iterdir():
+        text = path.read_text()
+        assert not re.findall(r"(?:https?:)?//[a-z]", re.sub(r"(?m)^\s*//.*|\s// .*", "", text))
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
+                     "localStorage", "document.cookie", " style=", " onclick="):  # fmt: skip
+            assert word not in text, (path.name, word)
+
+
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        pytest.skip("needs Chromium on PATH")
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, shared):
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(120_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(shared.url)
+    page.wait_for_selector("#send:enabled")
+    yield page
+    assert not wrong
+    assert all(url.startswith((shared.url, "data:")) for url in asked)
+    context.close()
+
+
+def ask(page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".answer:not(.waiting)")
+
+
+TEXT = "A text that is long enough to be compressed, about lighthouses and a number: 48213. " * 2
+
+
+@pytest.mark.slow
+def test_what_a_model_writes_is_text(page):
+    chunk = {"choices": [{"index": 0, "delta": {"content": EVIL}, "finish_reason": None}]}
+    detail = {"layers": 1, "kv_heads": 1, "tokens": [EVIL], "kept": [[1]], "heads": [["80"]]}
+    kvjax = {"kvs_before": 1, "kvs_after": 1, "blocks": 1, "blocks_before": 1, "achieved_rate": 1.0}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    events = [{**chunk, "kvjax": {**kvjax, "detail": detail}}, {"choices": [], "usage": usage}]
+    lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        status=200, content_type="text/event-stream", body=lines))  # fmt: skip
+    ask(page, f"user {EVIL}")
+    assert page.locator(".answer .text").text_content() == EVIL
+    assert page.locator(".turn.user .text").text_content() == f"user {EVIL}"
+    assert page.text_content("#tokens") == EVIL
+    assert page.locator("#log img, #log script, #tokens img").count() == 0
+    assert page.title() == "kvjax"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        status=200, content_type="text/event-stream",
+        body=f"data: {json.dumps({'error': {'message': EVIL}})}\n\n"))  # fmt: skip
+    ask(page, "again")
+    assert page.locator(".error").text_content() == EVIL
+
+
+@pytest.mark.slow
+def test_it_stops_starts_again_and_fits_a_phone(page):
+    page.route("**/v1/chat/completions", lambda route: None)  # never answers
+    page.fill("#prompt", "hello")
+    page.click("#send")
+    assert page.is_disabled("#send")
+    page.click("#stop")
+    page.wait_for_selector(".answer:not(.waiting)")
+    assert "stopped" in page.text_content(".answer .head")
+    page.click("#clear")
+    assert page.locator(".answer").count() == 0
+    assert page.is_visible("#welcome")
+    for width in (360, 800, 1280):
+        page.set_viewport_size({"width": width, "height": 780})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.is_visible("#prompt")
+        assert page.is_visible("#pool-panel") == (width > 860)
+    page.set_viewport_size({"width": 360, "height": 780})
+    page.click("[data-show=cache]")
+    assert page.is_visible("#pool-panel")
+    assert not page.is_visible("#prompt")
+
+
+@pytest.mark.slow
+def test_light_and_dark(page):
+    def brightness() -> float:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) / 765
+
+    page.emulate_media(color_scheme="light")
+    assert brightness() > 0.9
+    page.emulate_media(color_scheme="dark")
+    assert brightness() < 0.2
+    page.click("#theme")
+    assert brightness() > 0.9
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for_and_kept_nowhere(browser, serve):
+    with serve(api_keys=("alpha",)) as server:
+        page = browser.new_context().new_page()
+        page.goto(server.url)
+        page.wait_for_selector("#key-form", state="visible")
+        page.fill("#key", "alpha")
+        page.press("#key", "Enter")
+        page.get_by_text("layers").first.wait_for()
+        assert page.is_hidden("#key-form")
+        assert page.evaluate("JSON.stringify([localStorage, sessionStorage])") == "[{},{}]"
+        page.context.close()

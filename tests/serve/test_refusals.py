@@ -1,0 +1,236 @@
+"""What is refused: one line of JSON in OpenAI's form, and a server that goes on."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.serve import ServerSettings, bind
+from tests.serve.conftest import ONE, chat_tokenizer
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+TURN = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def refused(response: httpx.Response, status: int) -> dict:
+    """The error of an answer, whose form is checked."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].isprintable()
+    assert len(error["message"]) < 400
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        (COMPLETE, {}, "prompt", "missing"),
+        (COMPLETE, {"prompt": ""}, "prompt", "empty"),
+        (COMPLETE, {"prompt": []}, "prompt", "empty"),
+        (COMPLETE, {"prompt": ["a", ""]}, "prompt", "empty"),
+        (COMPLETE, {"prompt": [300]}, None, "300"),
+        (COMPLETE, {"prompt": [10**30]}, None, "token"),
+        (COMPLETE, {"prompt": "a\ud800"}, None, "surrogate"),
+        (COMPLETE, {"prompt": "a", "max_tokens": 0}, "max_tokens", "0"),
+        (COMPLETE, {"prompt": "a", "max_tokens": "5"}, "max_tokens", "'5'"),
+        (COMPLETE, {"prompt": "a", "max_tokens": True}, "max_tokens", "True"),
+        (COMPLETE, {"prompt": "a", "max_tokens": 512}, "max_tokens", "512"),
+        (COMPLETE, {"prompt": "a" * 512}, None, "512"),
+        (COMPLETE, {"prompt": "a", "temperature": -1}, "temperature", "-1"),
+        (COMPLETE, {"prompt": "a", "temperature": 1e39}, None, "temperature"),
+        (COMPLETE, {"prompt": "a", "top_p": 0}, "top_p", "0"),
+        (COMPLETE, {"prompt": "a", "top_p": 1.5}, "top_p", "1.5"),
+        (COMPLETE, {"prompt": "a", "n": 65}, "n", "65"),
+        (COMPLETE, {"prompt": ["a"] * 65}, "prompt", "65"),
+        (COMPLETE, {"prompt": ["a"] * 33, "n": 2}, "n", "2"),
+        (COMPLETE, {"prompt": "a", "stop": ["x"] * 10_000}, "stop", "64"),
+        (COMPLETE, {"prompt": "a", "stop": ""}, None, "stop"),
+        (COMPLETE, {"prompt": "a", "stop": "x" * 5000}, None, "stop"),
+        (COMPLETE, {"prompt": "a", "logprobs": 21}, "logprobs", "21"),
+        (COMPLETE, {"prompt": "a", "echo": True}, "echo", "not offer"),
+        (COMPLETE, {"prompt": "a", "best_of": 3}, "best_of", "not offer"),
+        (COMPLETE, {"prompt": "a", "suffix": "b"}, "suffix", "not offer"),
+        (COMPLETE, {"prompt": "a", "frequency_penalty": 1}, "frequency_penalty", "not offer"),
+        (COMPLETE, {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias", "not offer"),
+        (COMPLETE, {"prompt": "a", "temprature": 1}, "temprature", "no such field"),
+        (COMPLETE, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
+        (COMPLETE, {"prompt": "a", "compression": {"rate": 0.5}}, "compression", "rate"),
+        (COMPLETE, {"prompt": "a", "compression": {"rate": 2, "max_cache_tokens": 9}},
+         "compression", "give one"),
+        (COMPLETE, {"prompt": "a", "compression": {"method": "h2o"}}, "compression", "offers"),
+        (COMPLETE, {"prompt": "a", "compression": {"window": 2}}, "compression", "no such field"),
+        (COMPLETE, {"prompt": "a", "kvjax": {"deadline": 0}}, "kvjax", "0"),
+        (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages", "missing"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages", "text"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "5"),
+        (CHAT, {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+         "messages", "JSON"),
+        (CHAT, {**TURN, "top_logprobs": 3}, "top_logprobs", "logprobs=true"),
+        (CHAT, {**TURN, "response_format": {"type": "json_object"}}, "response_format", "offer"),
+        (CHAT, {**TURN, "tool_choice": "required"}, "tool_choice", "offer"),
+        (CHAT, {**TURN, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "own"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_named(client, path, body, param, says):
+    response = client.post(
+        path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    error = refused(response, 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}",
+     b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": 1e999}'],
+)  # fmt: skip
+def test_bodies_that_are_no_request(client, content):
+    headers = {"Content-Type": "application/json"}
+    refused(client.post(COMPLETE, content=content, headers=headers), 400)
+
+
+def test_other_paths_methods_and_types(client):
+    assert refused(client.get("/nowhere"), 404)["type"] == "not_found_error"
+    refused(client.get(COMPLETE), 405)
+    # What another site's page could send without asking first.
+    form = {"Content-Type": "text/plain"}
+    refused(client.post(COMPLETE, content=b'{"prompt": "a"}', headers=form), 415)
+    wrong = client.post(COMPLETE, json={"prompt": "a", "model": "gpt-9"})
+    assert refused(wrong, 404)["code"] == "model_not_found"
+
+
+def test_templates_without_tools_refuse_them(serve):
+    tokenizer = chat_tokenizer("{{ messages[0].content }}")
+    with serve(tokenizer=tokenizer) as server, server.client() as client:
+        body = {**TURN, "tools": [{"type": "function"}]}
+        assert refused(client.post(CHAT, json=body), 400)["param"] == "tools"
+        twice = {"messages": [{"role": "user", "content": "x"}] * 2}
+        assert client.post("/tokenize", json=twice).json()["count"] == 1
+
+
+def test_bodies_that_are_too_long(serve):
+    with serve(max_body_bytes=1000) as server, server.client() as client:
+        error = refused(client.post(COMPLETE, json={"prompt": "a" * 1000}), 413)
+        assert error["code"] == "too_large"
+
+        def parts():
+            for _ in range(20):
+                yield b"x" * 100
+
+        headers = {"Content-Type": "application/json"}
+        refused(client.post(COMPLETE, content=parts(), headers=headers), 413)
+        assert client.post(COMPLETE, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_keys(serve):
+    with serve(api_keys=("alpha", "beta")) as server, server.client() as client:
+        for path in ("/health", "/ready", "/version", "/", "/page/page.js"):
+            assert client.get(path).status_code == 200
+        for given in ({}, {"Authorization": "Bearer gamma"}, {"Authorization": "alpha"},
+                      {"Authorization": "Basic alpha"}, {"Authorization": "Bearer"},
+                      {"Authorization": b"Bearer \xff"}):  # fmt: skip
+            for path in ("/v1/models", "/metrics", "/kvjax/status", "/openapi.json"):
+                error = refused(client.get(path, headers=given), 401)
+                assert error["code"] == "invalid_api_key"
+            assert refused(client.post(COMPLETE, json={"prompt": "a"}, headers=given), 401)
+        for key in ("alpha", "beta"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_limits_of_tokens(serve):
+    with serve(max_tokens=20, default_max_tokens=7) as server, server.client() as client:
+        body = {"prompt": "a", "ignore_eos": True}
+        found = client.post(COMPLETE, json=body).json()
+        assert found["usage"]["completion_tokens"] == 7
+        found = client.post(COMPLETE, json={**body, "max_tokens": 20}).json()
+        assert found["usage"]["completion_tokens"] == 20
+        for name, path, rest in (("max_tokens", COMPLETE, body),
+                                 ("max_completion_tokens", CHAT, TURN)):  # fmt: skip
+            response = client.post(path, json={**rest, name: 21})
+            assert refused(response, 400)["param"] == name
+
+
+def test_a_request_that_no_pool_holds(serve):
+    with serve(pool_tokens=64) as server, server.client() as client:
+        body = {"prompt": "a" * 100, "max_tokens": 4, "compression": {"method": "full"}}
+        assert "blocks" in refused(client.post(COMPLETE, json=body), 400)["message"]
+
+
+def test_a_full_queue_says_when_to_come_back(serve):
+    body = {"prompt": "a" * 40, "max_tokens": 400, "ignore_eos": True}
+    with serve(**ONE, max_waiting=1) as server:
+        answers: list[httpx.Response] = []
+
+        def ask():
+            with server.client() as client:
+                answers.append(client.post(COMPLETE, json=body))
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        busy = [answer for answer in answers if answer.status_code == 429]
+        assert busy
+        for answer in busy:
+            assert refused(answer, 429)["code"] == "queue_full"
+            assert 1 <= int(answer.headers["retry-after"]) <= 60
+        done = [answer for answer in answers if answer.status_code == 200]
+        assert len(done) + len(busy) == 6
+        # A request of several prompts is taken whole or not at all.
+        with server.client() as client:
+            refused(client.post(COMPLETE, json={**body, "prompt": ["a", "b", "c", "d"]}), 429)
+            # What was taken of it is let go in the next round.
+            one = {**body, "max_tokens": 1}
+            end = time.monotonic() + 60
+            while client.post(COMPLETE, json=one).status_code != 200:
+                assert time.monotonic() < end
+        assert server.metric("requests_running") <= 1
+
+
+def test_a_deadline_cuts_an_answer_short(serve):
+    body = {"prompt": "a" * 40, "max_tokens": 450, "ignore_eos": True}
+    with serve(**ONE, deadline=0.3) as server, server.client() as client:
+        # By then something has been compiled.
+        assert client.post(COMPLETE, json={**body, "max_tokens": 2}).status_code in (200, 504)
+        found = client.post(COMPLETE, json=body)
+        if found.status_code == 200:
+            ended = found.json()["kvjax"]["ended_by"]
+            assert ended == ["deadline"]
+            assert found.json()["choices"][0]["finish_reason"] == "length"
+        else:
+            assert refused(found, 504)["code"] == "deadline"
+        soon = client.post(COMPLETE, json={**body, "kvjax": {"deadline": 1e-9}})
+        assert refused(soon, 504)["code"] == "deadline"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_body_bytes", 0), ("api_keys", ("",)), ("api_keys", ("a b",)), ("drain_seconds", -1),
+     ("deadline", 0.0), ("max_choices", 0), ("served_name", ""), ("default_max_tokens", 0)],
+)  # fmt: skip
+def test_settings_are_checked(name, value):
+    with pytest.raises(UserError):
+        ServerSettings(**{name: value})
+
+
+def test_a_taken_port_is_named():
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1: it is taken"):
+            bind("127.0.0.1", port)
+    with pytest.raises(UserError, match="no such address"):
+        bind("no.such.host.invalid", 80)
+    with bind("127.0.0.1", port) as again:
+        assert again.type == socket.SOCK_STREAM
