@@ -1,6 +1,7 @@
 """What a user asks of compression: method, size, protection, triggers."""
 
 import dataclasses
+from collections.abc import Container
 
 from kvjax.cache.budget import FLOOR_TOKENS, cache_cap
 from kvjax.cache.evict import MAX_KVS_PER_STEP
@@ -9,6 +10,10 @@ from kvjax.cache.policy.checks import MOST_WINDOW
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole
 from kvjax.errors import UserError
 
+AUTO = "auto"
+"""The method of an engine's own choice."""
+CALIBRATED, UNCALIBRATED = "predicted-reads-blind", "shared-reads"
+"""What that is for a model whose calibration is there, and for any other."""
 MOST_KVS_PER_STEP = 100_000_000
 """Most that `max_kvs_per_step` may be: some GiB of temporaries."""
 
@@ -25,8 +30,10 @@ class CompressionConfig:
         UserError: a value has the wrong type or is out of range; one line that names it.
     """
 
-    method: str | Method = "shared-reads"
-    """A name, as `get_method` takes it, or a method of your own."""
+    method: str | Method = AUTO
+    """A name, as `get_method` takes it, or a method of your own. "auto": of an engine, `CALIBRATED`
+    where a calibration of its model is there, else `UNCALIBRATED`; of a request, the engine's if
+    that evicts."""
     rate: float | None = None
     """Compression rate, from 1 on. The cap is as many whole blocks as hold fewer than 1/rate of
     the prompt's tokens, but no fewer tokens than `floor`: short prompts at high rates keep more
@@ -78,6 +85,10 @@ class CompressionConfig:
                 f"rate {self.rate} and max_cache_tokens {self.max_cache_tokens}: "
                 "both set the size of the cache, give one of them"
             )
+
+    def chosen(self, usual: str | Method) -> "CompressionConfig":
+        """The same with `usual` for "auto"."""
+        return dataclasses.replace(self, method=usual) if self.method == AUTO else self
 
     @property
     def resolved(self) -> Method:
@@ -140,12 +151,20 @@ class CompressionConfig:
         return max(1.0, prompt_len / (-(-cap // block_size) * block_size))
 
 
+def usual_method(calibrated: Container[str]) -> str:
+    """The name of the method of an engine that has these calibrated arrays."""
+    there = all(name in calibrated for name in get_method(CALIBRATED).artefacts)
+    return CALIBRATED if there else UNCALIBRATED
+
+
 def as_method(method: str | Method) -> Method:
-    """A method, or the one of that name.
+    """A method, or the one of that name; "auto" without an engine is `UNCALIBRATED`.
 
     Raises:
         UserError: it is neither.
     """
     if isinstance(method, Method):
         return method
+    if method == AUTO:
+        method = UNCALIBRATED
     return get_method(check_text("method", method, "the name of a method"))

@@ -36,6 +36,7 @@ from kvjax.cli.models import (
     check_model_options,
     chosen_calibration,
     load_chosen_model,
+    usual_method,
 )
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
@@ -52,8 +53,6 @@ PROMPT_GRAIN = 256
 """Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
 MOST_PROMPT_BYTES = 1 << 26
 """Far more than any model reads, and far less than /dev/zero has."""
-CALIBRATED, UNCALIBRATED = "predicted-reads", "shared-reads"
-"""Methods where none is chosen: for a model whose calibration is there, and for any other."""
 USUAL_RATE = 8.0
 """Where neither a rate nor a size is asked for."""
 RATE_TOLERANCE = 0.1
@@ -78,8 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs to keep")
     cache.add_argument(
         "--method",
-        help="compression method (predicted-reads for a model whose calibration is there, "
-        "else shared-reads)",
+        help="compression method (one that needs no question for a model with a calibration)",
     )
     add_calibration_option(cache)
     cache.add_argument("--window", type=int, help="observation window, in queries")
@@ -314,10 +312,11 @@ def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, Samplin
         UserError: a value is out of range.
     """
     from kvjax.cache import CompressionConfig
+    from kvjax.cache.config import AUTO
     from kvjax.engine import SamplingParams
 
     rate = options.rate
-    method = UNCALIBRATED if options.method is None else options.method
+    method = AUTO if options.method is None else options.method
     if rate is None and options.max_cache_tokens is None and method != "full":
         rate = USUAL_RATE
     compression = CompressionConfig(
@@ -342,18 +341,6 @@ def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, Samplin
         ignore_eos=options.ignore_eos,
     )
     return compression, sampling
-
-
-def usual_method(options: argparse.Namespace, model: LoadedModel) -> str:
-    """The method where none is chosen: what needs no question, if nothing has to be made for it.
-
-    A calibration that is found for it becomes the option's value: it is looked up once.
-    """
-    from kvjax.engine.calibrate.shelf import AUTO, NONE, find
-
-    if options.calibration == AUTO:
-        options.calibration = find(model) or NONE
-    return UNCALIBRATED if options.calibration == NONE else CALIBRATED
 
 
 def sizes_of(options: argparse.Namespace, max_len: int | None = None) -> EngineConfig:
@@ -459,7 +446,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = {"load": time.perf_counter() - start}
     prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
     if options.method is None:
-        options.method = usual_method(options, model)
+        options.method = usual_method(options, model, progress)
     llm, sampling = make_engine(options, model, len(prompt), progress)
     show = Shown(sys.stderr if options.json else sys.stdout)
     output, status = answer(llm, prompt, sampling, show, progress)

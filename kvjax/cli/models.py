@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kvjax.cache.calibration import Calibration
     from kvjax.models import LoadedModel
 
+CALIBRATES_ITSELF = (10**7, 10**9)
+"""Parameters of models that are calibrated at first use: toys have nothing to predict, and with
+larger ones a CPU takes long (others do not)."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -82,6 +85,34 @@ def chosen_calibration(
             file=sys.stderr,
         )
     return load(options.calibration, model, TimeLeft(progress))
+
+
+def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Progress) -> str:
+    """The method where none is chosen: one that needs no question, for a model that is calibrated.
+
+    The calibration becomes the option's value, so that it is looked up once. A model that has none
+    is calibrated now, if that is a matter of minutes.
+
+    Raises:
+        UserError: the calibration that the option names is no such file, or of another model.
+    """
+    import jax
+
+    from kvjax.cache.config import CALIBRATED
+    from kvjax.cache.config import usual_method as of_arrays
+    from kvjax.cache.methods import get_method
+    from kvjax.engine.calibrate.shelf import find
+
+    if options.calibration == "auto":
+        options.calibration = find(model) or "none"
+        least, most = CALIBRATES_ITSELF
+        size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+        soon = size >= least and (size <= most or jax.default_backend() != "cpu")
+        if options.calibration == "none" and soon and not options.dummy_weights:
+            options.calibration = "auto"
+    found = chosen_calibration(options, model, [get_method(CALIBRATED)], progress)
+    options.calibration = found or "none"
+    return of_arrays(found.arrays if found else ())
 
 
 def check_model_options(options: argparse.Namespace) -> None:

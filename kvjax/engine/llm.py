@@ -14,11 +14,11 @@ import numpy as np
 
 from kvjax.cache import Codec, CompressionConfig, Method
 from kvjax.cache.calibration import Calibration
-from kvjax.cache.config import as_method
+from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
 from kvjax.cache.methods import METHODS
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
 from kvjax.engine import retaining
-from kvjax.engine.calibrate.shelf import AUTO
+from kvjax.engine.calibrate.shelf import find as find_calibration
 from kvjax.engine.calibrate.shelf import load as load_calibration
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
@@ -73,8 +73,8 @@ class LLM:
             cache_dtype: what keys and values are stored in, or a codec that stores them (a
                 `kvjax.cache.Codec`); by default the dtype of the weights.
             calibration: arrays for methods that read them, or the file that holds them. "auto" uses
-                that of this package or of the user's cache if a method of this engine reads one,
-                and makes it, once per model, where there is none; "none" never does.
+                that of this package or of the user's cache, and makes it, once per model, if there
+                is none and a method that was named reads one; "none" never does.
             clock: seconds, for statistics.
 
         Raises:
@@ -85,10 +85,16 @@ class LLM:
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
         self.max_len = self.config.max_len or self.model.config.max_position_embeddings
-        methods = [as_method(m) for m in (self.compression.method, *self.config.methods)]
+        named = [as_method(m) for m in (self.compression.method, *self.config.methods)]
+        if calibration != AUTO or any(method.calibrated for method in named):
+            found = load_calibration(calibration, self.model)
+        else:
+            found = find_calibration(self.model) if self.compression.method == AUTO else None
+        self.compression = self.compression.chosen(usual_method(found.arrays if found else ()))
+        own = as_method(self.compression.method)
+        self._usual = self.compression.method if own.compresses else UNCALIBRATED
+        methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
-        wanted = any(method.calibrated for method in methods)
-        found = load_calibration(calibration, self.model) if wanted or calibration != AUTO else None
         again = request_tokens(self.model.tokenizer) if any(m.repeats for m in methods) else ()
         self.plan: MemoryPlan = plan_memory(
             self.model, self.config, self.max_len, cache_dtype, tuple(planes), len(again)
@@ -225,6 +231,8 @@ class LLM:
                 raise UserError(f"on_output {shown(on_output)}: give a function")
             sampling = SamplingParams() if sampling is None else sampling
             compression = self.compression if compression is None else compression
+            if isinstance(compression, CompressionConfig):
+                compression = compression.chosen(self._usual)
             request = self._checked(prompt, sampling, compression, request_id, next(self._order))
             if deadline is not None:
                 check_number("deadline", deadline, 0, above=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.calibration import Calibration
+from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cli import main_of
 from kvjax.cli.main import run_command
 from kvjax.engine.calibrate.generated import generated_text
@@ -55,11 +56,11 @@ def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     decode += ["--max-cache-tokens", "64", "--max-new-tokens", "3", "--calibration", str(out)]
     capsys.readouterr()
     assert main_of(DECODE, decode) == 0
-    assert json.loads(capsys.readouterr().out)["method"] == "predicted-reads"
+    assert json.loads(capsys.readouterr().out)["method"] == CALIBRATED
     # Of this model none is at hand, and none is made unless it is asked for.
     for choice in ("auto", "none"):
         assert main_of(DECODE, [*decode[:-1], choice]) == 0
-        assert json.loads(capsys.readouterr().out)["method"] == "shared-reads"
+        assert json.loads(capsys.readouterr().out)["method"] == UNCALIBRATED
     assert main_of(DECODE, [*decode[:-1], "none", "--method", "predicted-reads"]) == 2
     assert "reads the calibrated array" in capsys.readouterr().err.splitlines()[-1]
 

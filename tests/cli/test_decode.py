@@ -14,10 +14,10 @@ import pytest
 
 from kvjax.cache import get_method
 from kvjax.cache.calibration import Calibration
+from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cli import Progress, main_of
-from kvjax.cli.decode import usual_method
 from kvjax.cli.main import run_command
-from kvjax.cli.models import chosen_calibration
+from kvjax.cli.models import chosen_calibration, usual_method
 from kvjax.engine.calibrate import shelf
 from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
@@ -331,17 +331,40 @@ def test_an_interruption_leaves_text_and_table(tiny_folder, number, code):
 @pytest.mark.parametrize("there", [True, False])
 def test_the_calibration_of_the_usual_method_is_looked_up_once(tiny_folder, monkeypatch, there):
     model = load_model(weights=tiny_folder)
-    arrays = {"reads_weight": np.zeros((TINY.num_layers, 1, 1), np.float32)}
+    wanted = get_method(CALIBRATED).artefacts
+    arrays = {name: np.zeros((TINY.num_layers, 1, 1), np.float32) for name in wanted}
     found = Calibration(arrays, model.fingerprint) if there else None
     asked = []
     monkeypatch.setattr(shelf, "find", lambda of: asked.append(of) or found)
-    options = argparse.Namespace(calibration="auto")
-    name = usual_method(options, model)
-    assert name == ("predicted-reads" if there else "shared-reads")
+    options = argparse.Namespace(calibration="auto", dummy_weights=False)
     with Progress() as progress:
+        name = usual_method(options, model, progress)
+        assert name == (CALIBRATED if there else UNCALIBRATED)
         given = chosen_calibration(options, model, [get_method(name)], progress)
-    assert given is found
-    assert len(asked) == 1
-    for choice, expected in (("none", "shared-reads"), ("some.file", "predicted-reads")):
-        assert usual_method(argparse.Namespace(calibration=choice), model) == expected
-    assert len(asked) == 1
+        assert given is found
+        assert len(asked) == 1
+        choice = argparse.Namespace(calibration="none", dummy_weights=False)
+        assert usual_method(choice, model, progress) == UNCALIBRATED
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_a_model_without_a_calibration_is_calibrated_at_first_use(
+    tiny_folder, monkeypatch, capsys, dummy
+):
+    model = load_model(weights=tiny_folder)
+    arrays = dict.fromkeys(get_method(CALIBRATED).artefacts, np.zeros((TINY.num_layers, 1, 1)))
+    made = Calibration(arrays, model.fingerprint)
+    monkeypatch.setattr(shelf, "find", lambda of: None)
+    monkeypatch.setattr(shelf, "find_or_make", lambda of, progress: made)
+    monkeypatch.setattr("kvjax.cli.models.CALIBRATES_ITSELF", (10**3, 10**9))
+    options = argparse.Namespace(calibration="auto", dummy_weights=dummy)
+    with Progress() as progress:
+        assert usual_method(options, model, progress) == (UNCALIBRATED if dummy else CALIBRATED)
+    said = capsys.readouterr().err
+    assert ("is calibrated once, on texts of this package" in said) is not dummy
+    # A toy is not.
+    monkeypatch.setattr("kvjax.cli.models.CALIBRATES_ITSELF", (10**7, 10**9))
+    options = argparse.Namespace(calibration="auto", dummy_weights=False)
+    with Progress() as progress:
+        assert usual_method(options, model, progress) == UNCALIBRATED

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams
 from kvjax.cache.calibration import Calibration
+from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
@@ -358,3 +359,21 @@ def test_without_its_calibration_a_method_is_refused(model, fit):
     other = dataclasses.replace(fit.calibration, model_hash="0" * 16)
     with pytest.raises(UserError, match="the calibration is of model"):
         LLM(model, None, config, calibration=other)
+
+
+def test_an_engine_chooses_what_its_calibration_allows(model, fit, monkeypatch, tmp_path):
+    monkeypatch.setattr(shelf, "user_cache_dir", lambda: tmp_path)
+    config = EngineConfig(max_batch=1, max_len=512, pool_tokens=1024)
+    asked = CompressionConfig(max_cache_tokens=48)
+    assert LLM(model, asked, config).compression.method == UNCALIBRATED
+    shelved = shelf.shelved(model.fingerprint)
+    shelved.parent.mkdir()
+    fit.calibration.save(shelved)
+    llm = LLM(model, asked, config)
+    assert llm.compression == dataclasses.replace(asked, method=CALIBRATED)
+    assert LLM(model, asked, config, calibration="none").compression.method == UNCALIBRATED
+    # A request that leaves it open gets the engine's own.
+    llm.add_request(np.arange(150), compression=CompressionConfig(max_cache_tokens=64))
+    llm.step()
+    (request,) = llm.scheduler.running
+    assert request.compression == CompressionConfig(method=CALIBRATED, max_cache_tokens=64)
