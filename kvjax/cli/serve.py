@@ -23,6 +23,7 @@ from kvjax.cli.models import (
     check_model_options,
     chosen_calibration,
     load_chosen_model,
+    usual_method,
 )
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
@@ -47,8 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs, instead")
     cache.add_argument(
         "--method",
-        help="compression method (predicted-reads for a model whose calibration is there, "
-        "else shared-reads)",
+        help="compression method (one that needs no question for a model with a calibration)",
     )
     cache.add_argument(
         "--methods",
@@ -126,10 +126,10 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
         UserError: a value is out of range.
     """
     from kvjax.cache import CompressionConfig
-    from kvjax.cli.decode import UNCALIBRATED
+    from kvjax.cache.config import AUTO
     from kvjax.engine import EngineConfig
 
-    method, rate = options.method or UNCALIBRATED, options.rate
+    method, rate = options.method or AUTO, options.rate
     if rate is None and options.max_cache_tokens is None and method != "full":
         rate = USUAL_RATE
     given = {"floor": options.floor} if options.floor is not None else {}
@@ -220,7 +220,6 @@ def curl_line(url: str, model: str, keyed: bool) -> str:
 def run(options: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "openai"):
         check_extra(package, "serve", "kvjax serve")
-    from kvjax.cli.decode import usual_method
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.serve import bind
 
@@ -235,7 +234,7 @@ def run(options: argparse.Namespace) -> int:
         with Progress() as progress:
             model, _ = load_chosen_model(options, progress)
             if options.method is None:
-                options.method = usual_method(options, model)
+                options.method = usual_method(options, model, progress)
             return _serve(options, settings, model, listener, progress)
     finally:
         listener.close()
