@@ -61,6 +61,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--compress-every", type=int, metavar="N", help="compress after every N generated tokens"
     )
+    cache.add_argument(
+        "--share-prefix",
+        choices=("never", "auto", "always"),
+        default="never",
+        help="let prompts go on from what is left of others that they begin with; auto: with "
+        "methods that look at no question (%(default)s)",
+    )
+    cache.add_argument(
+        "--retained-prefixes", type=int, default=16, help="held for that at most (%(default)s)"
+    )
 
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--max-batch", type=int, default=64, help="sequences at once (%(default)s)")
@@ -151,6 +161,8 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
         memory_fraction=options.memory_fraction,
         max_waiting=options.max_waiting,
         methods=further_methods(options),
+        share_prefix=options.share_prefix,
+        retained_prefixes=options.retained_prefixes,
     )
     return compression, config
 

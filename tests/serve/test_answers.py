@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvjax.cache import CompressionConfig
 from kvjax.engine import LLM, EngineConfig, SamplingParams
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import init_params
@@ -295,3 +296,20 @@ def test_status_and_metrics(client, shared):
         "time_to_first_token_seconds_count",
     ):
         assert f"kvjax_{name}" in values  # fmt: skip
+
+
+def test_a_next_turn_goes_on_from_what_is_left_of_the_first(serve):
+    usual = CompressionConfig(method="keydiff", rate=2, floor=8)
+    sizes = {"share_prefix": "auto", "retained_prefixes": 4, "share_grain": 16}
+    with serve(usual, **sizes) as server, server.client() as client:
+        first = chat(client, max_tokens=6)
+        turn = first["choices"][0]["message"]
+        more = {"role": "user", "content": "And what came after that?"}
+        second = chat(client, max_tokens=6, messages=[*MESSAGES, turn, more])
+        found = [x["usage"]["prompt_tokens_details"]["cached_tokens"] for x in (first, second)]
+        assert found[0] == 0
+        assert 16 <= found[1] < second["usage"]["prompt_tokens"]
+        assert server.metric("prefix_hits_total") == 1
+        # Without a word in common nothing is shared.
+        other = chat(client, max_tokens=2, messages=[more])
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
