@@ -187,7 +187,8 @@ def test_heads_are_ranked_by_the_mean_of_their_scores(model):
         heads = (config.num_layers, config.num_kv_heads)
         score = rng.uniform(0.1, 1, (*heads, 64)).astype(np.float32)
         hidden = rng.standard_normal((config.num_layers, 64, config.hidden_size))
-        of = Lesson(hidden.astype(np.float32), score + 1, score + 2, score, score)
+        arrays = (hidden.astype(np.float32), score + 1, score + 2, score, score)
+        of = Lesson(*(jnp.asarray(array) for array in arrays))
         learned.add(number, of, length)
         sums, count = sums + score[..., FIRST:length].sum(axis=-1), count + length - FIRST
     np.testing.assert_allclose(learned.scores, sums, rtol=1e-5)

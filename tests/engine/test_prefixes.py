@@ -1,6 +1,7 @@
 """Prompts that go on from what is left of others: the same tokens as without, and nothing lost."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,8 @@ def test_settings_of_their_own_share_nothing(tiny_params):
 def test_methods_that_look_at_the_question_share_only_where_asked(tiny_params):
     looks = CompressionConfig(method="snapkv", max_cache_tokens=16, window=4)
     for share, cached in (("auto", 0), ("always", 70)):
-        llm = make_llm(tiny_params, looks, **SHARED | {"share_prefix": share})
+        settings: dict[str, Any] = {**SHARED, "share_prefix": share}
+        llm = make_llm(tiny_params, looks, **settings)
         llm.generate([DOCUMENT], greedy(1))
         llm.generate([DOCUMENT, DOCUMENT], greedy(1))
         (output,) = llm.generate([DOCUMENT], greedy(1))
