@@ -7,6 +7,7 @@ KVJAX_NO_SKIPS=1 anywhere) a skip for any reason but `EXPECTED_SKIPS` is a failu
 
 import gc
 import importlib
+import itertools
 import os
 import signal
 import tempfile
@@ -175,3 +176,14 @@ def unchecked_signatures() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _calibrations_of_its_own(monkeypatch, tmp_path_factory) -> None:
+    """What one test calibrates does not decide what "auto" means in another."""
+    shelf = importlib.import_module("kvjax.engine.calibrate.shelf")
+    folder = tmp_path_factory.getbasetemp() / f"calibrations-{next(_NUMBERS)}"
+    monkeypatch.setattr(shelf, "user_cache_dir", lambda: folder)
+
+
+_NUMBERS = itertools.count()

@@ -107,8 +107,8 @@ class PredictedReads(Scorer):
         check_wholes(self, 0, 4096, "window")
 
     def with_window(self, window: int) -> "PredictedReads":
-        """The same with another number of queries whose reads are claims."""
-        return dataclasses.replace(self, window=window)
+        """The same with another number of queries whose reads are claims, if any are."""
+        return dataclasses.replace(self, window=window) if self.window else self
 
     @property
     def artefacts(self) -> tuple[str, ...]:  # type: ignore[override]
