@@ -25,7 +25,7 @@ from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs, smallest
 from kvjax.cache.store import blocks_for
 from kvjax.engine.calibrate.fit import EXTRAS, Sums
-from kvjax.kernels import prefill_attention
+from kvjax.engine.dense import dense_pass
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
 
@@ -126,17 +126,13 @@ def study(
         counted: after which of them the next token counts.
     """
 
-    def attend(carry, layer, q, k, v, hidden):
-        return carry, prefill_attention(q[0], k[0], v[0])[None], (k[0], v[0], hidden[0])
-
-    positions = jnp.arange(context.shape[0], dtype=jnp.int32)
-    seen = forward(config, params, context[None], positions[None], attend, ())[2]
-    k, v, hidden = seen
+    dense = dense_pass(config, params, context, jnp.zeros(1, jnp.int32))
+    k, v = dense.k, dense.v
     there = jnp.arange(context.shape[0]) < length
     every = jnp.broadcast_to(there, (*k.shape[:1], k.shape[2], k.shape[1])).astype(jnp.float32)
     last = _behind(config, params, k, v, every, length, said)
     log_p = lax.map(lambda x: _log_p(config, params, x), last)
-    return Studied(hidden, k, v, length, said, counted, log_p)
+    return Studied(dense.hidden, k, v, length, said, counted, log_p)
 
 
 def loss(
