@@ -15,19 +15,18 @@ import numpy as np
 from kvjax.cache import Codec, CompressionConfig, Method
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
-from kvjax.cache.methods import METHODS
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
 from kvjax.engine import retaining
 from kvjax.engine.calibrate.shelf import find as find_calibration
 from kvjax.engine.calibrate.shelf import load as load_calibration
+from kvjax.engine.checks import checked_request
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
-from kvjax.engine.prefixes import settings_of
-from kvjax.engine.prompts import Prompt, as_batch, token_ids
+from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
-from kvjax.engine.repeat import check_fits, request_tokens
+from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
 from kvjax.engine.stream import OutputStream, refused
@@ -146,8 +145,8 @@ class LLM:
             check_whole("prompt length", length, 1, self.max_len)
             prompt = np.zeros(length, np.int32)
             sampling = SamplingParams(max_tokens=max(1, min(2, self.max_len - length)))
-            request = self._checked(
-                prompt, sampling, compression or self.compression, "warm-up", -1
+            request = checked_request(
+                self, prompt, sampling, compression or self.compression, "warm-up", -1
             )
             with self.engine.owner("warm_up"), held():
                 self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
@@ -159,7 +158,7 @@ class LLM:
             UserError: there is none of that name, or the engine lacks what it needs.
         """
         asked, one = CompressionConfig(method=method, rate=2), SamplingParams(max_tokens=1)
-        self._checked(np.zeros(1, np.int32), one, asked, "offer", -1)
+        checked_request(self, np.zeros(1, np.int32), one, asked, "offer", -1)
 
     def memory(self) -> dict[str, int]:
         """Bytes: the plan's parts, and what the device says is in use, at most so far, and there.
@@ -233,7 +232,9 @@ class LLM:
             compression = self.compression if compression is None else compression
             if isinstance(compression, CompressionConfig):
                 compression = compression.chosen(self._usual)
-            request = self._checked(prompt, sampling, compression, request_id, next(self._order))
+            request = checked_request(
+                self, prompt, sampling, compression, request_id, next(self._order)
+            )
             if deadline is not None:
                 check_number("deadline", deadline, 0, above=True)
                 request.deadline = self.engine.clock() + deadline
@@ -262,74 +263,6 @@ class LLM:
         if asked not in self._warned:
             self._warned.add(asked)
             warnings.warn(message, RateWarning, stacklevel=4)
-
-    def _checked(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        compression: CompressionConfig,
-        name: str,
-        order: int,
-    ) -> Request:
-        """The request, if it can be served."""
-        for name_, value, kind in (
-            ("sampling", sampling, SamplingParams),
-            ("compression", compression, CompressionConfig),
-        ):
-            if not isinstance(value, kind):
-                raise UserError(f"{name_} {shown(value)}: give a {kind.__name__}")
-        tokens = token_ids(prompt, self.model.tokenizer, self.model.config.vocab_size)
-        if len(tokens) + sampling.max_tokens > self.max_len:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens and {sampling.max_tokens} may follow, but "
-                f"the limit is {self.max_len}: shorten the prompt or ask for fewer tokens"
-            )
-        budget = Request.budget_of(
-            self.model.config, compression, len(tokens), self.config.block_size
-        )
-        method = compression.resolved if budget is not None else METHODS["full"]
-        request = Request(
-            name, order, tokens, sampling, compression, method, budget,
-            self.plan.heads, self.config.block_size, method.decode,
-        )  # fmt: skip
-        request.sharing = settings_of(self.config.share_prefix, compression, method)
-        request.stats.rate = compression.reached_rate(len(tokens), self.config.block_size)
-        self._check_method(request)
-        needs = request.blocks_to_finish(self.scheduler.chunk_in_pool(request))
-        if needs > self.plan.num_blocks:
-            size = -(-needs // self.plan.heads) * self.config.block_size
-            raise UserError(
-                f"the request needs {needs} blocks and the pool has {self.plan.num_blocks}: give "
-                f"a pool of {size} tokens, a higher rate, or fewer tokens"
-            )
-        return request
-
-    def _check_method(self, request: Request) -> None:
-        """Raise `UserError` where the engine lacks what the method needs."""
-        method = request.method
-        missing = [plane.name for plane in method.planes if plane.name not in self.worker.planes]
-        if missing:
-            raise UserError(
-                f"method {method.name} keeps {', '.join(missing)} of each KV; there is no room "
-                f"for it: give EngineConfig(methods=({method.name!r},))"
-            )
-        missing = [name for name in method.artefacts if name not in self.worker.artefacts]
-        if missing:
-            raise UserError(
-                f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "
-                "that has it"
-            )
-        if method.repeats:
-            check_fits(method, request.length + request.remaining, self.config.prefill_scratch)
-            asked = self.worker.repeat_request
-            self.worker.repeat_request = asked or request_tokens(self.model.tokenizer)
-        window = getattr(method.scorer, "window", None)
-        in_parts = request.length + request.remaining > self.config.prefill_chunk
-        if window is not None and in_parts and self.config.prefill_chunk < 2 * window:
-            raise UserError(
-                f"window {window} of {method.name}: give at most half the prefill_chunk of "
-                f"{self.config.prefill_chunk} tokens"
-            )
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has generated is kept in its last output, of the next round.

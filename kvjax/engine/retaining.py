@@ -9,6 +9,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.config import as_method
 from kvjax.cache.store import saved, typed
 from kvjax.engine import prefix_files
+from kvjax.engine.checks import checked_request
 from kvjax.engine.interrupts import held
 from kvjax.engine.prefix_files import Kind
 from kvjax.engine.prefixes import Prefix
@@ -26,7 +27,7 @@ SHORTEST = SamplingParams(max_tokens=1)
 def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) -> Prefix:
     """See `LLM.retain`."""
     compression = llm.compression if compression is None else compression
-    settings = llm._checked(prompt, SHORTEST, compression, "prefix", -1).sharing
+    settings = checked_request(llm, prompt, SHORTEST, compression, "prefix", -1).sharing
     if settings is None:
         raise UserError(
             f"method {as_method(compression.method).name} shares no prefixes with share_prefix "
@@ -70,7 +71,7 @@ def load(llm: "LLM", path: str | os.PathLike[str], compression: CompressionConfi
     found, arrays = prefix_files.read(path)
     tokens, logits = arrays.pop("tokens"), arrays.pop("logits", None)
     compression = llm.compression if compression is None else compression
-    settings = llm._checked(tokens, SHORTEST, compression, "prefix", -1).sharing
+    settings = checked_request(llm, tokens, SHORTEST, compression, "prefix", -1).sharing
     if settings is None:
         raise UserError(f"prefix {path}: nothing is shared with these settings")
     prefix_files.check(path, found, Kind.of(llm.model.fingerprint, llm.worker, settings))

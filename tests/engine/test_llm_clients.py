@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import CompressionConfig
+from kvjax.engine.checks import checked_request
 from kvjax.errors import UserError
 from tests.engine.serving import (
     FULL,
@@ -166,7 +167,7 @@ def test_methods_of_different_decode_rules_share_a_batch(tiny_params):
     settings[3] = dataclasses.replace(settings[3], window=8)
     prompt = prompts_of(40)[0]
     llm = make_llm(tiny_params)
-    rules = {llm._checked(prompt, greedy(), one, "", 0).rule for one in settings}
+    rules = {checked_request(llm, prompt, greedy(), one, "", 0).rule for one in settings}
     assert len(rules) == 4
     outputs = llm.generate([prompt] * 4, greedy(20), settings)
     expected = [alone(tiny_params, [prompt], greedy(20), one)[0] for one in settings]

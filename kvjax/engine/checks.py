@@ -1,0 +1,88 @@
+"""What an engine can serve: requests are checked before they are queued."""
+
+from typing import TYPE_CHECKING
+
+from kvjax.cache import CompressionConfig
+from kvjax.cache.methods import METHODS
+from kvjax.checks import shown
+from kvjax.engine.prefixes import settings_of
+from kvjax.engine.prompts import Prompt, token_ids
+from kvjax.engine.repeat import check_fits, request_tokens
+from kvjax.engine.request import Request
+from kvjax.engine.sampling import SamplingParams
+from kvjax.errors import UserError
+
+if TYPE_CHECKING:
+    from kvjax.engine.llm import LLM
+
+
+def checked_request(
+    llm: "LLM",
+    prompt: Prompt,
+    sampling: SamplingParams,
+    compression: CompressionConfig,
+    name: str,
+    order: int,
+) -> Request:
+    """The request, if an engine can serve it.
+
+    Raises:
+        UserError: it can never be served; says why, and what would do.
+    """
+    for name_, value, kind in (
+        ("sampling", sampling, SamplingParams),
+        ("compression", compression, CompressionConfig),
+    ):
+        if not isinstance(value, kind):
+            raise UserError(f"{name_} {shown(value)}: give a {kind.__name__}")
+    tokens = token_ids(prompt, llm.model.tokenizer, llm.model.config.vocab_size)
+    if len(tokens) + sampling.max_tokens > llm.max_len:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens and {sampling.max_tokens} may follow, but "
+            f"the limit is {llm.max_len}: shorten the prompt or ask for fewer tokens"
+        )
+    budget = Request.budget_of(llm.model.config, compression, len(tokens), llm.config.block_size)
+    method = compression.resolved if budget is not None else METHODS["full"]
+    request = Request(
+        name, order, tokens, sampling, compression, method, budget,
+        llm.plan.heads, llm.config.block_size, method.decode,
+    )  # fmt: skip
+    request.sharing = settings_of(llm.config.share_prefix, compression, method)
+    request.stats.rate = compression.reached_rate(len(tokens), llm.config.block_size)
+    check_method(llm, request)
+    needs = request.blocks_to_finish(llm.scheduler.chunk_in_pool(request))
+    if needs > llm.plan.num_blocks:
+        size = -(-needs // llm.plan.heads) * llm.config.block_size
+        raise UserError(
+            f"the request needs {needs} blocks and the pool has {llm.plan.num_blocks}: give "
+            f"a pool of {size} tokens, a higher rate, or fewer tokens"
+        )
+    return request
+
+
+def check_method(llm: "LLM", request: Request) -> None:
+    """Raise `UserError` where the engine lacks what the method needs."""
+    method = request.method
+    missing = [plane.name for plane in method.planes if plane.name not in llm.worker.planes]
+    if missing:
+        raise UserError(
+            f"method {method.name} keeps {', '.join(missing)} of each KV; there is no room "
+            f"for it: give EngineConfig(methods=({method.name!r},))"
+        )
+    missing = [name for name in method.artefacts if name not in llm.worker.artefacts]
+    if missing:
+        raise UserError(
+            f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "
+            "that has it"
+        )
+    if method.repeats:
+        check_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
+        asked = llm.worker.repeat_request
+        llm.worker.repeat_request = asked or request_tokens(llm.model.tokenizer)
+    window = getattr(method.scorer, "window", None)
+    in_parts = request.length + request.remaining > llm.config.prefill_chunk
+    if window is not None and in_parts and llm.config.prefill_chunk < 2 * window:
+        raise UserError(
+            f"window {window} of {method.name}: give at most half the prefill_chunk of "
+            f"{llm.config.prefill_chunk} tokens"
+        )
