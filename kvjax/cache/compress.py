@@ -15,15 +15,16 @@ from kvjax.cache.evict import (
     NOTHING,
     decide,
     eviction_scores,
+    head_rows,
     schedule_evictions,
 )
 from kvjax.cache.move import move_cache
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs
 from kvjax.cache.policy.method import PLAIN, Method
-from kvjax.cache.policy.score import Artefacts, Scores
+from kvjax.cache.policy.score import Artefacts, LayerView, Scores
 from kvjax.cache.policy.select import Candidates, evicted_kvs
-from kvjax.cache.store import PagedCache, blocks_for, valid_slots, write_prompt
+from kvjax.cache.store import PagedCache, blocks_for, gathered, valid_slots, write_prompt
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -50,7 +51,8 @@ def compress(
 
     The freed blocks are allocatable at once. Sequences do not influence each other. Partial blocks
     count as whole ones. Where less is evictable than asked, everything evictable goes and the rest
-    is reported as the shortfall.
+    is reported as the shortfall. What a method's scorer wants scored anew is, before anything goes
+    (`Scorer.rescored`).
 
     Args:
         cache: the cache (donate it).
@@ -63,6 +65,8 @@ def compress(
         max_kvs_per_step: KVs handled at once (static); more are split, never skipped.
     """
     slots = valid_slots(cache, slots)
+    if method.rescored:
+        cache = scored_anew(cache, slots, method, artefacts)
     context_len = cache.context_len.at[slots].get(mode="fill", fill_value=0)
     owned = jnp.sum(blocks_for(context_len, cache.block_size), axis=(1, 2))
     schedule = schedule_evictions(
@@ -81,6 +85,32 @@ def compress(
         given = owned - jnp.sum(blocks_for(held, cache.block_size), axis=(1, 2))
         freed, shortfall = given, shortfall + freed - given
     return cache, CompressReport(freed, shortfall)
+
+
+def scored_anew(
+    cache: PagedCache, slots: Int32[Array, " G"], method: Method, artefacts: Artefacts
+) -> PagedCache:
+    """The cache with a new metric of every KV that some sequences hold; see `Scorer.rescored`.
+
+    Keys and values are gathered for one layer of one sequence at a time.
+    """
+    shape = (cache.num_kv_heads, cache.max_blocks * cache.block_size)
+
+    def row(metric, at):
+        table, context_len, seq_len = (x[0] for x in head_rows(cache, *(x[None] for x in at)))
+        held = jnp.arange(shape[1], dtype=jnp.int32) < context_len[:, None]
+        position = jnp.where(held, gathered(cache.position, table, -1).reshape(shape), -1)
+        k, v = (jnp.swapaxes(x.reshape(*shape, -1), 0, 1) for x in cache.kv.read(table))
+        none = jnp.zeros((0, shape[0], k.shape[-1]), k.dtype)
+        view = LayerView(at[1], none, k, jnp.int32(0), seq_len[0], position=position, v=v)
+        found = jnp.where(held, method.observer.observe(view, artefacts).metric, 0)
+        found = found.reshape(*table.shape, cache.block_size).astype(metric.dtype)
+        return metric.at[table].set(found, mode="drop"), None
+
+    layers = jnp.arange(cache.num_layers, dtype=jnp.int32)
+    rows = jnp.repeat(slots, cache.num_layers), jnp.tile(layers, slots.shape[0])
+    metric, _ = jax.lax.scan(row, cache.metric, rows)
+    return dataclasses.replace(cache, metric=metric)
 
 
 def write_survivors(

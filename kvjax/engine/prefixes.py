@@ -142,10 +142,13 @@ def settings_of(share: str, compression: CompressionConfig, method: Method) -> H
         method: what they lead to.
 
     Returns:
-        None where it shares nothing: a method that repeats the prompt has to have all of it, and
-        one that looks at the question keeps what answers the question it saw, not the next one.
+        None where it shares nothing: a method that repeats the prompt has to have all of it, one
+        that looks at the question keeps what answers the question it saw, not the next one, and one
+        that scores held KVs anew would do so in blocks of others.
     """
-    if share == "never" or method.repeats or (method.query_aware and share != "always"):
+    if share == "never" or method.repeats or method.rescored:
+        return None
+    if method.query_aware and share != "always":
         return None
     return compression if method.compresses else "whole"
 

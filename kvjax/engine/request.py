@@ -214,9 +214,9 @@ class Request:
 
     @property
     def unmeasured(self) -> int:
-        """Newest tokens that stay when it is compressed while it decodes: where the method does
-        not observe decode steps, what was generated has no metric. At most half of the cap."""
-        if self.budget is None or self.rule is not None:
+        """Newest tokens that stay when it is compressed while it decodes: where the method
+        measures prompts alone, what was generated has no metric. At most half of the cap."""
+        if self.budget is None or self.method.runs == "both":
             return 0
         cap = self.budget // self.heads * self.block_size
         return min(max(0, self.length - self.measured), cap // 2)

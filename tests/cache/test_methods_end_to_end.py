@@ -41,7 +41,7 @@ from tests.cache.test_methods import marked
 from tests.oracle import KV
 from tests.oracle.audit import audit
 from tests.oracle.decode import decode_step
-from tests.oracle.methods import KEEPS, SCORES
+from tests.oracle.methods import KEEPS, RESCORED, SCORES
 from tests.oracle.question_free import calibrated
 from tests.oracle.scores import Prompt
 
@@ -142,7 +142,7 @@ def test_admission_decoding_and_compression(name):
         again = dataclasses.replace(method, protected=6, sinks=min(4, method.sinks))
         after = compress_half(grown, again.eviction)
         assert audit(after) == []
-        goes_by_the_metric(again, grown, after)
+        goes_by_the_metric(again, grown, after, RESCORED.get(name.split(":")[-1]))
 
 
 def admitted_as_the_oracle_says(name: str, cache: kv.PagedCache) -> dict:
@@ -156,10 +156,23 @@ def admitted_as_the_oracle_says(name: str, cache: kv.PagedCache) -> dict:
     return heads
 
 
-def goes_by_the_metric(method, before: kv.PagedCache, after: kv.PagedCache) -> None:
-    """Sinks and newest tokens stay; of the others, where KVs go one by one, the lowest went."""
+def goes_by_the_metric(method, before: kv.PagedCache, after: kv.PagedCache, rescore=None) -> None:
+    """Sinks and newest tokens stay; of the others, where KVs go one by one, the lowest went.
+
+    `rescore` gives the metrics that KVs have when something goes, where they are given anew.
+    """
     old, new = heads_of(before), heads_of(after)
     end = LENGTH + STEPS
+    if rescore is not None:
+        for layer, head in np.ndindex(L, H):
+            kvs = old[1, layer, head]
+            at = np.array([x.position for x in kvs])
+            found = rescore(layer, head, np.array([x.k for x in kvs]), at, end).tolist()
+            kvs = [dataclasses.replace(x, metric=m) for x, m in zip(kvs, found, strict=True)]
+            old[1, layer, head] = kvs
+            had = {x.position: x.metric for x in kvs}
+            stays = {x.position: x.metric for x in new[1, layer, head]}
+            assert_close(stays, {j: had[j] for j in stays}, f"{method.name}, {(layer, head)}")
     newest = max(method.protected, int(method.protected_share * CAP / 2))
     guarded = set(range(method.sinks)) | set(range(end - newest, end))
     held = sum(-(-len(kvs) // B) for kvs in new.values())

@@ -11,6 +11,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods.compactor import Compactor
 from kvjax.cache.methods.expected_attention import ExpectedAttention
+from kvjax.cache.methods.triattention import ExpectedOfCentre
 from kvjax.cache.policy import LayerView
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned_back
 from kvjax.errors import UserError
@@ -21,7 +22,7 @@ from tests.cache.stand_in import QUICKLY
 from tests.cache.test_own_method import engine
 from tests.engine.conftest import TINY, tiny_params  # noqa: F401
 from tests.engine.serving import assert_empty, greedy, prompts_of, tokens_of
-from tests.oracle.question_free import calibrated, compactor_part, expected_row
+from tests.oracle.question_free import calibrated, compactor_part, expected_row, rotation
 
 H, R, D, T, LENGTH = 2, 2, 8, 80, 71
 SCALED = dataclasses.replace(TINY, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64))
@@ -95,6 +96,52 @@ def test_the_engine_knows_its_models_rotations(tiny_params, name):  # noqa: F811
     assert [len(tokens) for tokens in tokens_of(outputs)] == [4] * 3
     assert all(output.stats.blocks_after < output.stats.blocks_before for output in outputs)
     assert_empty(llm)
+
+
+def test_centres_are_needed_and_metrics_are_of_the_time(tiny_params):  # noqa: F811
+    """Whole prompts, in a scratch, in the pool, and while decoding, where nothing is set aside."""
+    asked = CompressionConfig("triattention", max_cache_tokens=24, compress_every=4)
+    (prompt,) = prompts_of(60)
+    with pytest.raises(UserError, match=r"^method triattention reads .* query_centre: [^\n]*$"):
+        engine(tiny_params).add_request(prompt, greedy(), asked)
+    arrays = calibrated(TINY.num_layers, TINY.num_kv_heads, TINY.head_dim)
+    centres = {name: x for name, x in arrays.items() if name.startswith("query")}
+    calibration = Calibration(centres, model_hash(TINY, tiny_params))
+    llm = engine(tiny_params, compression=asked, calibration=calibration)
+    before = llm.worker.cache.spec
+    outputs = llm.generate(prompts_of(30, 100, 150), greedy(40))
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [40] * 3
+    assert all(output.stats.blocks_after < output.stats.blocks_before for output in outputs)
+    assert_empty(llm)
+    # Nothing lies beside metric and position, and what was generated competes.
+    assert before.planes == ()
+    name = llm.add_request(prompt, greedy(40), asked)
+    while not llm.scheduler.running or len(llm.scheduler.running[0].tokens) < 9:
+        llm.step()
+    (request,) = llm.scheduler.running
+    assert (request.id, request.unmeasured) == (name, 0)
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 4096])
+def test_centres_look_ahead_by_powers_of_two(drawn, ahead):
+    """Of one query head, from its definition: time, distance, phase, and sizes."""
+    of = {name: x[1] for name, x in calibrated(2, H, D).items()}
+    _, k, _ = drawn
+    view = LayerView(1, jnp.zeros((0, 0, D)), jnp.asarray(k), jnp.int32(0), jnp.int32(LENGTH))
+    one = {**of, "query_centre": of["query_centre"][::2], "query_size": of["query_size"][::2]}
+    given = {name: jnp.asarray(x) for name, x in one.items()}
+    got = ExpectedOfCentre(ahead).score(view, given).metric
+    later = [2**n for n in range(20) if 2**n <= ahead]
+    for h in range(H):
+        rows = []
+        for now in later:
+            turn = rotation(LENGTH + now, D)
+            rows.append(k[:LENGTH, h] @ (turn @ one["query_centre"][h]))
+        centre = one["query_centre"][h]
+        size, of_centre = (np.hypot(*np.split(x, 2, axis=-1)) for x in (k[:LENGTH, h], centre))
+        want = np.mean(rows, axis=0) + size @ (one["query_size"][h] - of_centre)
+        want = (want - want.mean()) / want.std()
+        np.testing.assert_allclose(got[h, :LENGTH], want, atol=2e-3)
 
 
 def test_whole_heads_need_a_calibration(tiny_params):  # noqa: F811

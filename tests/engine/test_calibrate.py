@@ -15,6 +15,7 @@ from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
+from kvjax.cache.methods.triattention import QUERY_CENTRE, QUERY_SIZE
 from kvjax.engine.calibrate import CalibrationSettings, calibrate, run, shelf
 from kvjax.engine.calibrate.fit import (
     FIRST,
@@ -168,6 +169,11 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert arrays[CLAIM].shape == (config.num_layers, CLAIM_LEVELS)
     assert (np.diff(arrays[CLAIM][0]) <= 0).all()
     assert arrays[HEAD_BUDGET].shape == (config.num_layers, config.num_kv_heads)
+    assert arrays[QUERY_CENTRE].shape == (config.num_layers, config.num_heads, config.head_dim)
+    # A mean of sizes is no less than the size of a mean, and not much more here.
+    centre = np.hypot(*np.split(arrays[QUERY_CENTRE], 2, axis=-1))
+    assert (arrays[QUERY_SIZE] >= centre).all()
+    assert arrays[QUERY_SIZE].max() < 10 * centre.max()
     assert fit.texts == 12
     # None of them both fitted and held out.
     assert fit.tokens == 12 * (96 - FIRST)
@@ -187,12 +193,39 @@ def test_heads_are_ranked_by_the_mean_of_their_scores(model):
         heads = (config.num_layers, config.num_kv_heads)
         score = rng.uniform(0.1, 1, (*heads, 64)).astype(np.float32)
         hidden = rng.standard_normal((config.num_layers, 64, config.hidden_size))
-        arrays = (hidden.astype(np.float32), score + 1, score + 2, score, score)
+        arrays = (hidden.astype(np.float32), score + 1, score + 2, score, score, *no_queries(model))
         of = Lesson(*(jnp.asarray(array) for array in arrays))
         learned.add(number, of, length)
         sums, count = sums + score[..., FIRST:length].sum(axis=-1), count + length - FIRST
     np.testing.assert_allclose(learned.scores, sums, rtol=1e-5)
     assert learned.fitted.count + learned.held_out.count == count
+
+
+def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray]:
+    config = model.config
+    centre = jnp.zeros((config.num_layers, config.num_heads, config.head_dim))
+    return centre, centre[..., ::2]
+
+
+def test_centres_are_the_means_of_queries_before_rope(model, folder):
+    """Those of a layer's projection, which no rotation has met; the first tokens left out."""
+    config, rng = model.config, np.random.default_rng(7)
+    lengths, learned = (40, 25), run._Learned.empty(model)
+    teach = run._teacher(model, SETTINGS)
+    weights = load_file(folder / "model.safetensors")
+    centre = size = 0.0
+    for number, length in enumerate(lengths):
+        of = jax.device_get(teach(rng.integers(0, 256, length)))
+        learned.add(number, of, length)
+        for layer in range(config.num_layers):
+            w = weights[f"model.layers.{layer}.self_attn.q_proj.weight"].astype(np.float64)
+            q = (of.hidden[layer, FIRST:length] @ w.T).reshape(length - FIRST, config.num_heads, -1)
+            half = q.shape[-1] // 2
+            at = np.eye(config.num_layers)[layer][:, None, None]
+            centre = centre + at * q.sum(axis=0)
+            size = size + at * np.hypot(q[..., :half], q[..., half:]).sum(axis=0)
+    np.testing.assert_allclose(learned.query, centre, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(learned.query_size, size, rtol=1e-3)
 
 
 def test_a_run_that_was_stopped_goes_on(model, fit, tmp_path):
@@ -260,7 +293,7 @@ def test_a_fit_that_is_no_better_than_a_constant_is_none(model, monkeypatch):
             hidden = rng.standard_normal((2, 96, 32)).astype(np.float32)
             one = jnp.ones(shape)
             score = jnp.exp(jnp.asarray(rng.standard_normal(shape)))
-            return Lesson(jnp.asarray(hidden), one, one, score, one / 2)
+            return Lesson(jnp.asarray(hidden), one, one, score, one / 2, *no_queries(model))
 
         return teach
 

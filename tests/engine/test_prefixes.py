@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvjax.cache import CompressionConfig, check_invariants
+from kvjax.cache.methods import get_method
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.prefixes import Prefixes
+from kvjax.engine.prefixes import Prefixes, settings_of
 from kvjax.errors import UserError
 from tests.engine.serving import FULL, assert_empty, drain, greedy, make_llm, prompts_of, tokens_of
 
@@ -133,6 +134,15 @@ def test_methods_that_look_at_the_question_share_only_where_asked(tiny_params):
         (output,) = llm.generate([DOCUMENT], greedy(1))
         assert output.stats.cached_tokens == cached
         forget(llm)
+
+
+def test_methods_that_score_held_kvs_anew_share_nothing():
+    """They would do so in blocks that others own, too."""
+    method, settings = get_method("triattention"), CompressionConfig("triattention", rate=2)
+    assert settings_of("auto", settings, method) is None
+    assert settings_of("always", settings, method) is None
+    norms = get_method("key-norm")
+    assert settings_of("auto", settings, norms) is settings
 
 
 def test_retained_prefixes_go_first_when_blocks_are_needed(tiny_params, chained):

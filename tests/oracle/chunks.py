@@ -16,6 +16,7 @@ import numpy as np
 from tests.oracle.attention import softmax
 from tests.oracle.question_free import (
     calibrated,
+    centred_row,
     compactor_part,
     expected_row,
     predicted_one,
@@ -277,6 +278,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "kvzap-linear": every(surrogate("linear")),
     "kvzap-mlp": every(surrogate("mlp")),
     "keydiff": every(lambda c, name, x: unlike_the_mean(x.k)),
+    "triattention": every(lambda c, name, x: centred_row(*name, x.k, x.at, c.end)),
     "expected-attention": every(expected_attention),
     "compactor": compactor,
     "key-norm": every(lambda c, name, x: -np.linalg.norm(x.k, axis=-1)),

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from tests.oracle.question_free import (
     calibrated,
+    centred,
+    centred_row,
     compactor,
     expected_attention,
     keydiff,
@@ -99,6 +103,7 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "duo-heads": keeps_whole_heads(
         recency, lambda p: calibrated(p.layers, p.heads, 8)["head_budget"], protected=28, sinks=4
     ),
+    "triattention": keeps(centred),
     "kmeans:snapkv": keeps(SNAPKV, protected=8, choose=k_means()),
     "wide-pool": keeps_globally(wide_pool, protected=4),
     "shared-reads": keeps_globally(shared_reads, protected=2),
@@ -190,6 +195,7 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "kvzip": unread,
     "kvzip-plus": unread,
     "r-kv": mean_of_last,
+    "triattention": centred,
     "wide-pool": wide_pool,
     "shared-reads": shared_reads,
     "kv-compress": kvc_scores(8, 2, 7),
@@ -201,3 +207,6 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
 }
 """The metrics that a prompt's KVs come into the pool with; NaN where that decides nothing. What
 pages, ages and shared choices make of them, they make when something is evicted."""
+RESCORED: dict[str, Callable[..., np.ndarray]] = {"triattention": centred_row}
+"""Methods whose metrics are computed anew when something goes: of a layer, a head, its keys, their
+positions and the time."""

@@ -5,6 +5,7 @@ Written from the papers' and the authors' rules.
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable
 
@@ -23,7 +24,17 @@ def calibrated(layers: int, heads: int, d: int, size: int | None = None) -> dict
         "head_budget": (used / 10).astype(np.float32),
         **_reads(layers, heads, 2 * heads * d if size is None else size),
         **_surrogates(layers, heads, 2 * heads * d if size is None else size),
+        **_centres(layers, heads, d),
     }
+
+
+def _centres(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:
+    """Mean queries before RoPE, and the mean sizes of their pairs, which are larger."""
+    rngs = [np.random.default_rng((23, layer)) for layer in range(layers)]
+    centre = np.stack([rng.standard_normal((2 * heads, d)) for rng in rngs])
+    more = np.stack([rng.uniform(0, 1, (2 * heads, d // 2)) for rng in rngs])
+    size = np.hypot(centre[..., : d // 2], centre[..., d // 2 :]) + more
+    return {"query_centre": centre.astype(np.float32), "query_size": size.astype(np.float32)}
 
 
 def _reads(layers: int, heads: int, size: int) -> dict[str, np.ndarray]:
@@ -151,6 +162,40 @@ def unlike_the_mean(k: np.ndarray) -> np.ndarray:
 
 def keydiff(p: Prompt) -> Scores:
     return {(layer, head): unlike_the_mean(p.k[layer, :, head]) for layer, head in p.names}
+
+
+def centred_row(layer: int, head: int, k: np.ndarray, at: np.ndarray, now: int) -> np.ndarray:
+    """TriAttention of the keys [n, d] that a head holds, of positions `at`, at time `now`.
+
+    Key by key and pair by pair, from the keys before RoPE and angles.
+    """
+    d = k.shape[1]
+    of = calibrated(layer + 1, 2, d)
+    known = before_rope(k.astype(np.float64), at)
+    rows = []
+    for g in (2 * head, 2 * head + 1):
+        centre = of["query_centre"][layer, g].astype(np.float64)
+        size = of["query_size"][layer, g].astype(np.float64)
+        row = []
+        for key, p in zip(known, at.tolist(), strict=True):
+            expected = 0.0
+            for i, frequency in enumerate(of["rope_frequency"][0].astype(np.float64)):
+                q, own = complex(centre[i], centre[i + d // 2]), complex(key[i], key[i + d // 2])
+                phase = cmath.phase(q) - cmath.phase(own)
+                turns = [math.cos(frequency * (now + 2**n - p) + phase) for n in range(17)]
+                expected += abs(q) * abs(own) * sum(turns) / 17 + (size[i] - abs(q)) * abs(own)
+            # Keys that are equal once turned shall count the same.
+            row.append(round(expected, 9))
+        rows.append((np.array(row) - np.mean(row)) / max(np.std(row), 1e-6))
+    return np.max(rows, axis=0)
+
+
+def centred(p: Prompt) -> Scores:
+    at = np.arange(p.length)
+    return {
+        (layer, head): centred_row(layer, head, p.k[layer, :, head], at, p.length)
+        for layer, head in p.names
+    }
 
 
 def expected_row(

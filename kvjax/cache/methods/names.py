@@ -35,6 +35,7 @@ from kvjax.cache.methods import (
     snapkv,
     streaming_llm,
     tova,
+    triattention,
     wide_pool,
 )
 from kvjax.cache.methods.k_means import k_means
@@ -47,7 +48,7 @@ from kvjax.errors import UserError
 _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compress, wide_pool,
            predicted_reads, shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
-          compactor, kvzip, kvzap, duo_heads, r_kv)  # fmt: skip
+          compactor, kvzip, kvzap, duo_heads, r_kv, triattention)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
 _WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means}
 WRAPPED = (

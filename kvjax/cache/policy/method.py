@@ -96,15 +96,21 @@ class Method:
         return self.scorer is not None and self.scorer.repeats
 
     @property
+    def rescored(self) -> bool:
+        """Whether held KVs are scored anew at an eviction; see `Scorer.rescored`."""
+        return self.scorer is not None and self.scorer.rescored
+
+    @property
     def decode(self) -> DecodeRule | None:
         """What decode steps do to its sequences' numbers; None for nothing."""
         return None if self.scorer is None else self.scorer.decode
 
     @property
     def runs(self) -> Literal["prefill", "both"]:
-        """both: decoding goes on measuring (or nothing is ever evicted), so it is meant to be
-        compressed again while it decodes."""
-        return "prefill" if self.compresses and self.decode is None else "both"
+        """both: KVs that decoding writes are measured, too (or nothing is ever evicted), so it is
+        meant to be compressed again while it decodes."""
+        measures = self.decode is not None or self.rescored
+        return "prefill" if self.compresses and not measures else "both"
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -125,10 +131,10 @@ class Method:
 
     @property
     def eviction(self) -> "Method":
-        """The method as an eviction sees it: where KVs are ranked by their metric alone, whose
-        metric it is makes no difference, and steps are shared."""
+        """The method as an eviction sees it: where KVs are ranked by the metric that they have,
+        whose metric it is makes no difference, and steps are shared."""
         scorer = self.scorer
-        if scorer is None or type(scorer).rank is not Scorer.rank:
+        if scorer is None or scorer.rescored or type(scorer).rank is not Scorer.rank:
             return self
         return self._with(scorer=Stored())
 

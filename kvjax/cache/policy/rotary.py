@@ -21,6 +21,12 @@ def turned(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def sizes(x: Float[Array, "*rows d"]) -> Float[Array, "*rows half"]:
+    """The norm of each pair (i, i + d / 2), which RoPE leaves as it is."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.sqrt(first * first + second * second)
+
+
 def turned_back(
     x: Float[Array, "T heads d"],
     position: Int32[Array, " T"],

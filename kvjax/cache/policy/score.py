@@ -150,6 +150,10 @@ class Scorer:
     repeats: ClassVar[bool] = False
     """Whether its metrics come of a second pass in which the model repeats the prompt; the prompt's
     own then scores nothing, and `artefacts` are the pass's affair."""
+    rescored: ClassVar[bool] = False
+    """Whether all KVs that a sequence holds are scored anew when some of them are evicted: `score`
+    then sees a view without queries, of the held keys and values, their positions and the time.
+    Metrics have to follow from one layer alone."""
 
     @property
     def needs_log_sum(self) -> bool:

@@ -16,6 +16,7 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
+from kvjax.cache.methods.triattention import QUERY_CENTRE, QUERY_SIZE
 from kvjax.checks import check_number, check_whole
 from kvjax.engine.calibrate.choice import Fitted
 from kvjax.engine.calibrate.exercises import SAID, turn_of
@@ -43,6 +44,8 @@ MOST_SAMPLED = 24
 """Texts of which tokens are kept."""
 NEWEST = 8
 """Last tokens of a text whose claims are not counted: they are protected."""
+SUMMED = ("reads", "scores", "query", "query_size")
+"""What a state has beside the sums of the fit and its samples."""
 SAVE_EVERY = 8
 """Texts between two states on disk."""
 
@@ -104,7 +107,7 @@ def calibrate(
     recipe: dict[str, str] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Fit:
-    """Make the arrays that `predicted-reads` reads, and those of `duo-heads`.
+    """Make the arrays that `predicted-reads` reads, and those of `duo-heads` and `triattention`.
 
     Args:
         model: the model.
@@ -207,6 +210,10 @@ class _Learned:
     """How many KVs have a claim of at least each level, and how many there were."""
     scores: Float[np.ndarray, "L H"]
     """The teacher's, summed over all tokens of all texts."""
+    query: Float[np.ndarray, "L Hr d"]
+    """Queries before RoPE, summed likewise."""
+    query_size: Float[np.ndarray, "L Hr half"]
+    """Norms of their pairs, summed likewise."""
     samples: list[dict[str, np.ndarray]]
     done: int = 0
 
@@ -215,7 +222,9 @@ class _Learned:
         config = model.config
         sizes = (config.num_layers, config.num_kv_heads, config.hidden_size)
         reads, scores = np.zeros(CLAIM_LEVELS + 1), np.zeros(sizes[:2])
-        return cls(Sums.zeros(*sizes), Sums.zeros(*sizes), reads, scores, [])
+        query = np.zeros((config.num_layers, config.num_heads, config.head_dim))
+        half = np.zeros((*query.shape[:2], config.head_dim // 2))
+        return cls(Sums.zeros(*sizes), Sums.zeros(*sizes), reads, scores, query, half, [])
 
     def add(self, number: int, of: Lesson, length: int) -> None:
         hidden = np.asarray(of.hidden)[:, :length]
@@ -229,6 +238,8 @@ class _Learned:
         self.reads[:-1] += [np.sum(claim >= level) for level in claim_levels()]
         self.reads[-1] += claim.size
         self.scores += np.sum(score[..., FIRST:], axis=-1, dtype=np.float64)
+        self.query += np.asarray(of.query)
+        self.query_size += np.asarray(of.query_size)
         if held and len(self.samples) < MOST_SAMPLED:
             at = np.linspace(FIRST, length - 1, min(SAMPLE, length - FIRST)).astype(int)
             self.samples.append({
@@ -240,7 +251,8 @@ class _Learned:
 
     def save(self, path: Path, key: str) -> None:
         """Write all of it, whole or not at all."""
-        arrays: dict[str, Any] = {"done": self.done, "reads": self.reads, "scores": self.scores}
+        arrays: dict[str, Any] = {"done": self.done}
+        arrays |= {name: getattr(self, name) for name in SUMMED}
         for name in ("fitted", "held_out"):
             for part, value in vars(getattr(self, name)).items():
                 arrays[f"{name}/{part}"] = value
@@ -259,7 +271,7 @@ class _Learned:
             for name in ("fitted", "held_out"):
                 parts = {p.name: arrays[f"{name}/{p.name}"] for p in dataclasses.fields(Sums)}
                 sums.append(Sums(**{**parts, "count": int(parts["count"])}))
-            reads, scores = arrays["reads"], arrays["scores"]
+            summed = {name: arrays[name] for name in SUMMED}
             samples: dict[int, dict[str, np.ndarray]] = {}
             for name, value in arrays.items():
                 if name.startswith("sample/"):
@@ -269,7 +281,7 @@ class _Learned:
             return None
         fitted, held_out = sums
         every = list(samples.values())
-        return cls(fitted, held_out, reads, scores, every, int(arrays["done"]))
+        return cls(fitted, held_out, **summed, samples=every, done=int(arrays["done"]))
 
 
 def claim_levels() -> Float[np.ndarray, " Q"]:
@@ -335,6 +347,8 @@ def _fitted(
         EXTRA: np.concatenate([extra, np.full_like(extra[..., :1], settings.tokens - 1)], axis=-1),
         CLAIM: np.tile(table, (model.config.num_layers, 1)),
         HEAD_BUDGET: (learned.scores / tokens).astype(np.float32),
+        QUERY_CENTRE: (learned.query / tokens).astype(np.float32),
+        QUERY_SIZE: (learned.query_size / tokens).astype(np.float32),
     }
     fit = Calibration(arrays, own_hash, recipe)
     return Fit(fit, good, ranks, divergence, learned.done, tokens)

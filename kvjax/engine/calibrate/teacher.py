@@ -13,10 +13,13 @@ from jaxtyping import Array, Float, Int32
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.predicted_reads import CLAIM_WINDOW, largest_read
 from kvjax.cache.policy import LayerView, Scores
+from kvjax.cache.policy.rotary import sizes, turned_back
+from kvjax.engine.calibrate.fit import FIRST
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.repeat import repeat
 from kvjax.models.config import ModelConfig
+from kvjax.models.rope import rope_frequencies
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -33,6 +36,10 @@ class Lesson:
     """KVzip's with the weight of what is changed ("+"), not its logarithm."""
     claim: Float[Array, "L H T"]
     """The largest attention of the text's last queries."""
+    query: Float[Array, "L Hr d"]
+    """Queries before RoPE, summed over the text but its first tokens."""
+    query_size: Float[Array, "L Hr half"]
+    """Norms of their pairs, summed likewise."""
 
 
 def lesson(
@@ -58,6 +65,13 @@ def lesson(
         again_length: its tokens.
     """
 
+    position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    counts = ((position >= FIRST) & (position < length))[:, None, None]
+
+    def queries_of(q):
+        q = jnp.where(counts, turned_back(q, position, frequency), 0)
+        return jnp.sum(q, axis=0), jnp.sum(sizes(q), axis=0)
+
     def claim_of(part):
         layer, q, k = part
         return largest_read(LayerView(layer, q, k, length, jnp.int32(0)), CLAIM_WINDOW)
@@ -72,4 +86,6 @@ def lesson(
     def norm(x: Array) -> Array:
         return jnp.swapaxes(jnp.linalg.norm(x.astype(jnp.float32), axis=-1), 1, 2)
 
-    return Lesson(dense.hidden, norm(k), norm(v), score, claim)
+    frequency = jnp.asarray(rope_frequencies(config))
+    queries = lax.map(queries_of, dense.q)
+    return Lesson(dense.hidden, norm(k), norm(v), score, claim, *queries)
