@@ -131,8 +131,9 @@ class Shared:
             p=[0.14, 0.26, 0.14, 0.1, 0.18, 0.06, 0.06, 0.06],
         )
         if name == "write" or not held:
-            slot = int(rng.choice(self.slots(empty=True) or range(S)))
-            self.write(slot, int(rng.integers(1, T + 1)))
+            # Into an empty slot, or behind what one holds: the next part of a prompt.
+            slots = self.slots(empty=True) if rng.random() < 0.7 else []
+            self.write(int(rng.choice(slots or range(S))), int(rng.integers(1, T + 1)))
         elif name == "append":
             self.append([s for s in held if rng.random() < 0.7])
         elif name in ("share", "fork"):
@@ -185,11 +186,25 @@ def test_sharing_takes_no_block_and_appending_takes_the_ragged_ones():
     assert int(kv.free_blocks(shared.cache)) == held
     shared.append([1])
     assert int(kv.free_blocks(shared.cache)) == held - L * H
-    # The ragged blocks are each slot's own now.
+    # The ragged blocks are each slot's own now, and stay where they are.
+    table = np.asarray(shared.cache.block_table)
     shared.append([0, 1])
+    assert (np.asarray(shared.cache.block_table) == table).all()
     assert int(kv.free_blocks(shared.cache)) == held - L * H
     shared.release([0])
     assert int(kv.free_blocks(shared.cache)) == held
+
+
+def test_copies_leave_room_for_new_blocks():
+    shared = Shared(4)
+    shared.write(0, 6)
+    shared.share(0, 1)
+    shared.write(2, 8)
+    shared.write(3, 9)
+    # A copy and a new block for each of the heads, and six are free.
+    assert int(kv.free_blocks(shared.cache)) == 6
+    assert not shared.append([1, 2])
+    assert shared.append([1])
 
 
 def test_many_copies_are_made_in_rounds(monkeypatch):

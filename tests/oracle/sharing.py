@@ -50,7 +50,7 @@ class SharingOracle:
         }
 
     def share(self, source: int, target: int) -> bool:
-        if source == target or self.seq_len[target] or any(self.of_slot(target).values()):
+        if self.seq_len[target] or any(self.of_slot(target).values()):
             return False
         for at in list(self.heads):
             if at[0] == target:

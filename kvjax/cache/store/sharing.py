@@ -44,7 +44,7 @@ def share(
     owners = _counted(cache)
     slots = cache.num_slots
     source, target = (jnp.asarray(x, jnp.int32) for x in (source, target))
-    ok = (source >= 0) & (source < slots) & (target >= 0) & (target < slots) & (source != target)
+    ok = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
     ok &= cache.seq_len.at[target].get(mode="fill", fill_value=1) == 0
     ok &= ~jnp.any(cache.context_len.at[target].get(mode="fill", fill_value=1))
     row = cache.block_table.at[source].get(mode="fill", fill_value=cache.num_blocks)
@@ -118,8 +118,8 @@ def ragged(
     """The table entries of partly filled last blocks, of the heads that grow."""
     b = cache.block_size
     column = jnp.arange(cache.max_blocks, dtype=jnp.int32)
-    last = (column == (context_len // b)[..., None]) & (context_len % b != 0)[..., None]
-    return last & grows[..., None]
+    # Where the last block is full, the entry behind it names none.
+    return (column == (context_len // b)[..., None]) & grows[..., None]
 
 
 def _counted(cache: PagedCache) -> Int32[Array, " N"]:
