@@ -19,6 +19,8 @@ GRAIN = 16
 SHARED = {"share_prefix": "auto", "share_grain": GRAIN, "retained_prefixes": 3}
 NORMS = CompressionConfig(method="key-norm", max_cache_tokens=16, protected=8)
 """A method that looks at no question, with a cache of 16 tokens' worth of KVs."""
+READS = CompressionConfig(method="h2o", max_cache_tokens=16)
+"""Another one; what comes behind a prefix changes what its KVs count."""
 (DOCUMENT,) = prompts_of(70)
 QUESTIONS = prompts_of(9, 8, 5)
 
@@ -64,7 +66,7 @@ def tighten(llm, blocks: int):
     return undo
 
 
-@pytest.mark.parametrize("compression", [FULL, NORMS], ids=["whole", "compressed"])
+@pytest.mark.parametrize("compression", [FULL, NORMS, READS], ids=["whole", "settled", "read"])
 def test_another_question_about_a_document(tiny_params, chained, compression):
     llm = make_llm(tiny_params, compression, **SHARED)
     for number, question in enumerate(QUESTIONS):
@@ -72,6 +74,16 @@ def test_another_question_about_a_document(tiny_params, chained, compression):
         # Compressed at the last multiple of 16 with 16 tokens behind it, which is in the document.
         assert output.stats.cached_tokens == (0 if number == 0 else 48)
         assert tokens_of([output])[0] == chained(compression, asked(question), greedy())
+        # Those that ended held blocks that are still others'.
+        assert llm.scheduler.accounts.num_free == llm.worker.free_blocks()
+    forget(llm)
+
+
+def test_a_prefix_that_is_whole_changes_no_token(tiny_params):
+    prompts = [asked(question) for question in QUESTIONS]
+    plain = tokens_of(make_llm(tiny_params, FULL).generate(prompts, greedy()))
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    assert [tokens_of(llm.generate([prompt], greedy()))[0] for prompt in prompts] == plain
     forget(llm)
 
 
@@ -159,6 +171,20 @@ def test_retained_prefixes_go_first_when_blocks_are_needed(tiny_params, chained)
     forget(llm)
 
 
+def test_a_prompt_does_not_wait_for_what_is_retained(tiny_params):
+    """What is retained goes as soon as a prompt that waits beside others needs its blocks."""
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    undo = tighten(llm, 210)
+    retained, *prompts = prompts_of(60, 59, 58)
+    llm.generate([retained], greedy(2))
+    first, second = llm.generate(prompts, greedy(12))
+    assert second.stats.first_token is not None
+    assert first.stats.finished is not None
+    assert second.stats.first_token < first.stats.finished
+    undo()
+    forget(llm)
+
+
 def test_under_pressure_all_come_to_their_ends(tiny_params, chained):
     llm = make_llm(tiny_params, FULL, **SHARED)
     undo = tighten(llm, 168)
@@ -182,8 +208,10 @@ def test_a_round_that_fails_forgets_what_was_retained(tiny_params, monkeypatch):
 
     monkeypatch.setattr(llm.metrics, "observe", fails)
     (again,) = llm.generate([DOCUMENT], greedy(4))
-    assert tokens_of([again]) == tokens_of([first])
     assert not failures
+    (later,) = llm.generate([DOCUMENT], greedy(4))
+    assert later.stats.cached_tokens == 0
+    assert tokens_of([again, later]) == tokens_of([first, first])
     forget(llm)
 
 
