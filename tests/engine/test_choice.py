@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.methods.predicted_reads import predicted
 from kvjax.engine.calibrate import practice as practising
 from kvjax.engine.calibrate.choice import METHOD, Change, Fitted, kept, loss, predictions, study
 from kvjax.engine.calibrate.exercises import (
@@ -96,18 +95,21 @@ def test_predictions_are_those_of_the_method(model, fitted, studied):
     none = Change.none(model.config)
     change = Change(*(jnp.asarray(rng.standard_normal(x.shape), jnp.float32) / 9 for x in none))
     weight, extra = fitted.changed(change)
-    last = jnp.full_like(extra[..., :1], fitted.last)
-    found = predictions(fitted, change, studied)
-    position = jnp.arange(TOKENS, dtype=jnp.int32)
-    for layer in range(2):
-        arrays = {"reads_weight": weight[layer],
-                  "reads_extra": jnp.concatenate([extra, last], axis=-1)[layer]}  # fmt: skip
-        of = (studied.hidden[layer], studied.k[layer], studied.v[layer])
-        expected = predicted(arrays, *of, position).T
-        np.testing.assert_allclose(found[layer], expected, rtol=1e-4, atol=1e-4)
+
+    def found(change):
+        return predictions(fitted.arrays(change), studied.hidden, studied.k, studied.v)
+
+    changed = found(change)
+    for layer, head in np.ndindex(2, 2):
+        k, v = (np.linalg.norm(x[layer, :, head], axis=-1) for x in (studied.k, studied.v))
+        # Positions behind the last one that was calibrated count as that one.
+        at = np.minimum(np.arange(TOKENS), 99)
+        own = np.stack([np.log(k), np.log(v), np.log1p(at), np.ones(TOKENS)], axis=-1)
+        expected = studied.hidden[layer] @ weight[layer, :, head] + own @ extra[layer, head]
+        np.testing.assert_allclose(changed[layer, head], expected, rtol=1e-4, atol=1e-4)
     # A change is one of regressors of mean 0 and variance 1.
     only = Change(none.weight.at[0, 5, 1].set(0.25), none.extra)
-    moved = predictions(fitted, only, studied) - predictions(fitted, none, studied)
+    moved = found(only) - found(none)
     scaled = (studied.hidden[0, :, 5] - fitted.mean[0, 5]) / fitted.deviation[0, 5]
     np.testing.assert_allclose(moved[0, 1], 0.25 * scaled, rtol=1e-3, atol=1e-4)
     assert not np.abs(moved[1]).max() > 1e-5

@@ -20,9 +20,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.evict import NOTHING, decide, eviction_scores
-from kvjax.cache.methods.predicted_reads import METHODS
+from kvjax.cache.methods.predicted_reads import EXTRA, METHODS, WEIGHT, predicted
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs, smallest
+from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.store import blocks_for
 from kvjax.engine.calibrate.fit import EXTRAS, Sums
 from kvjax.engine.dense import dense_pass
@@ -81,6 +82,12 @@ class Fitted:
         parts = (weight, extra, mean, deviation, last)
         return cls(*(jnp.asarray(part, jnp.float32) for part in parts))
 
+    def arrays(self, change: Change) -> Artefacts:
+        """The calibrated arrays of `predicted`, the change in them."""
+        weight, extra = self.changed(change)
+        last = jnp.broadcast_to(self.last, extra[..., :1].shape)
+        return {WEIGHT: weight, EXTRA: jnp.concatenate([extra, last], axis=-1)}
+
     def changed(self, change: Change) -> tuple[Float[Array, "L D H"], Float[Array, "L H E"]]:
         """Weights of hidden state and extras, the change in them."""
         scaled = change.weight / self.deviation[..., None]
@@ -130,7 +137,7 @@ def study(
     k, v = dense.k, dense.v
     there = jnp.arange(context.shape[0]) < length
     every = jnp.broadcast_to(there, (*k.shape[:1], k.shape[2], k.shape[1])).astype(jnp.float32)
-    last = _behind(config, params, k, v, every, length, said)
+    last = behind(config, params, k, v, every, length, said)
     log_p = lax.map(lambda x: _log_p(config, params, x), last)
     return Studied(dense.hidden, k, v, length, said, counted, log_p)
 
@@ -147,7 +154,7 @@ def loss(
 
     Its gradient by `change` is that of the choice; see above.
     """
-    scores = predictions(fitted, change, of)
+    scores = predictions(fitted.arrays(change), of.hidden, of.k, of.v)
     stays, price = kept(lax.stop_gradient(scores), of.length, blocks)
     position = jnp.arange(scores.shape[-1])
     free = (position >= METHOD.sinks) & (position < of.length - METHOD.protected)
@@ -157,7 +164,7 @@ def loss(
     common = jnp.sum(slope * scores) / jnp.maximum(jnp.sum(slope), 1e-12)
     soft = free * jax.nn.sigmoid(away - (common - lax.stop_gradient(common)) / SOFTNESS)
     weight = stays + soft - lax.stop_gradient(soft)
-    last = _behind(config, params, of.k, of.v, weight, of.length, of.said)
+    last = behind(config, params, of.k, of.v, weight, of.length, of.said)
 
     def divergence(part):
         last, full, counts = part
@@ -167,19 +174,17 @@ def loss(
     return jnp.mean(lax.map(jax.checkpoint(divergence), (last, of.log_p, of.counted)))
 
 
-def predictions(fitted: Fitted, change: Change, of: Studied) -> Float[Array, "L H T"]:
-    """`predicted` of all layers, as a function of the change."""
-    weight, extra = fitted.changed(change)
-
-    def log_norm(x: Array) -> Array:
-        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
-        return jnp.swapaxes(jnp.log(jnp.maximum(squares, 1e-12)) / 2, 1, 2)
-
-    position = jnp.arange(of.hidden.shape[1], dtype=jnp.float32)
-    at = jnp.log1p(jnp.minimum(position, fitted.last))
-    found = jnp.einsum("ltd,ldh->lht", of.hidden.astype(jnp.float32), weight)
-    found = found + log_norm(of.k) * extra[..., :1] + log_norm(of.v) * extra[..., 1:2]
-    return found + at * extra[..., 2:3] + extra[..., 3:]
+def predictions(
+    arrays: Artefacts,
+    hidden: Float[Array, "L T D"],
+    k: Float[Array, "L T H d"],
+    v: Float[Array, "L T H d"],
+) -> Float[Array, "L H T"]:
+    """`predicted` of all layers, for the tokens 0 … T−1."""
+    position = jnp.arange(hidden.shape[1], dtype=jnp.int32)
+    of_layer = {name: arrays[name] for name in (WEIGHT, EXTRA)}
+    found = jax.vmap(predicted, (0, 0, 0, 0, None))(of_layer, hidden, k, v, position)
+    return jnp.swapaxes(found, 1, 2)
 
 
 def kept(
@@ -209,7 +214,7 @@ def _log_p(
     return jax.nn.log_softmax(logits(config, params, hidden).astype(jnp.float32))
 
 
-def _behind(
+def behind(
     config: ModelConfig,
     params: nnx.State,
     k: Float[Array, "L T H d"],
@@ -218,7 +223,20 @@ def _behind(
     start: Int32[Array, ""],
     said: Int32[Array, "N C"],
 ) -> Float[Array, "N C D"]:
-    """Run tokens behind a context whose KVs count by a weight, N of them beside each other."""
+    """Run tokens behind a context whose KVs count by a weight, N of them beside each other.
+
+    Args:
+        config: the model (static).
+        params: its parameters.
+        k: keys of the context, rotated.
+        v: its values.
+        weight: what each KV counts in the attention of what follows: 1, 0 for those that are gone.
+        start: position of the first of the tokens.
+        said: token ids, padded at the end.
+
+    Returns:
+        The last hidden state of each of the tokens.
+    """
     num_said, num_tokens = said.shape
     within = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
