@@ -34,6 +34,9 @@ from kvjax.models import LoadedModel
 
 log = logging.getLogger(__name__)
 
+DEADLINES_SECONDS = 0.1
+"""While nothing happens, deadlines are looked at so often."""
+
 Closing = Literal["no", "drain", "abort", "closed"]
 
 
@@ -89,12 +92,15 @@ class Driver(threading.Thread):
         self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
         self._when_ended: list[Callable[[], None]] = []
         self.closing: Closing = "no"
+        self._news = False
+        """Whether anything has happened since the last round began."""
+        llm.engine.compile_beside(self.look)
 
     def watch(self, mailbox: Mailbox) -> None:
         """Close a mailbox when this thread ends, and see what it was made for."""
         with self._wake:
             self._mailboxes.add(mailbox)
-            self._wake.notify()
+            self._notify()
             if self.closing != "closed":
                 return
         mailbox.close()
@@ -102,16 +108,20 @@ class Driver(threading.Thread):
     def look(self) -> None:
         """There may be something to do. From any thread."""
         with self._wake:
-            self._wake.notify()
+            self._notify()
 
-    def call(self, function: Callable[[], Any]) -> concurrent.futures.Future:
+    def _notify(self) -> None:
+        self._news = True
+        self._wake.notify()
+
+    def call[T](self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have the thread call a function between two rounds. From any thread."""
-        future: concurrent.futures.Future = concurrent.futures.Future()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._wake:
             if self.closing != "no":
                 raise UserError("the engine is closed")
             self._calls.append((function, future))
-            self._wake.notify()
+            self._notify()
         return future
 
     def close(self, closing: Closing, when_ended: Callable[[], None] | None = None) -> None:
@@ -120,7 +130,7 @@ class Driver(threading.Thread):
             if self.closing != "closed":
                 self.closing = closing
                 self._when_ended += [when_ended] if when_ended else []
-                self._wake.notify()
+                self._notify()
                 return
         if when_ended is not None:
             when_ended()
@@ -147,6 +157,10 @@ class Driver(threading.Thread):
             self._wake.wait_for(
                 lambda: self._calls or self._llm.has_unfinished() or self.closing != "no"
             )
+            if self._llm.engine.only_compiles:
+                # Deadlines pass without a word.
+                self._wake.wait_for(lambda: self._news, DEADLINES_SECONDS)
+            self._news = False
             return bool(self._calls) or self._llm.has_unfinished()
 
     def _turn(self) -> None:
@@ -332,6 +346,25 @@ class AsyncLLM:
         """Compile what prompts of these lengths need, as `LLM.warm_up`; requests wait meanwhile."""
         await self._call(lambda: self.llm.warm_up(prompt_lens, logprobs, compression))
 
+    async def retain(self, prompt: Prompt, compression: CompressionConfig | None = None) -> int:
+        """Prefill, compress and retain a prompt, as `LLM.retain`; requests go on meanwhile."""
+        return await self._call(lambda: self.llm.retain(prompt, compression))
+
+    async def save_prefix(
+        self,
+        path: str | os.PathLike[str],
+        prompt: Prompt,
+        compression: CompressionConfig | None = None,
+    ) -> int:
+        """`retain` a prompt, and write what is left of it to a file, as `LLM.save_prefix`."""
+        return await self._call(lambda: self.llm.save_prefix(path, prompt, compression))
+
+    async def load_prefix(
+        self, path: str | os.PathLike[str], compression: CompressionConfig | None = None
+    ) -> int:
+        """Retain what `save_prefix` wrote, as `LLM.load_prefix`; requests wait while it is read."""
+        return await self._call(lambda: self.llm.load_prefix(path, compression))
+
     async def aclose(self, drain: bool = False) -> None:
         """End the thread; nothing can be added any more. May be called again.
 
@@ -357,9 +390,9 @@ class AsyncLLM:
         await ended.wait()
         self._driver.join()
 
-    async def _call(self, function: Callable[[], None]) -> None:
+    async def _call[T](self, function: Callable[[], T]) -> T:
         self._begin()
-        await asyncio.wrap_future(self._driver.call(function))
+        return await asyncio.wrap_future(self._driver.call(function))
 
     def watch(self, mailbox: Mailbox) -> None:
         """There is a mailbox with requests of its own."""

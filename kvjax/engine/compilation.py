@@ -3,8 +3,8 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -56,6 +56,10 @@ class CompiledSteps:
         """What compiling each took."""
         self.waited = 0.0
         """Seconds that requests waited for them: less, where some were compiled side by side."""
+        self.under_way: dict[StepKey, Future[float]] = {}
+        """Those that other threads compile."""
+        self.flexible = False
+        """Whether larger sizes do where the right one is not compiled."""
 
     def run(self, call: StepCall) -> Any:
         """What the call returns; compiled at the first one of each key."""
@@ -63,7 +67,10 @@ class CompiledSteps:
             start = time.perf_counter()
             # What is compiled here is what the call below finds.
             with released():
-                self._compile(call)
+                if (future := self.under_way.get(call.key)) is not None:
+                    wait([future])
+                if call.key not in self.seconds:
+                    self.add(call)
             self.waited += time.perf_counter() - start
         return call.step(*call.args)
 
@@ -78,10 +85,21 @@ class CompiledSteps:
         start = time.perf_counter()
         # An interruption goes on when the threads have ended: none can be stopped half way.
         with released(), ThreadPoolExecutor(len(new)) as threads:
-            wait([threads.submit(self._compile, call) for call in new])
+            wait([threads.submit(self.add, call) for call in new])
         self.waited += time.perf_counter() - start
 
-    def _compile(self, call: StepCall) -> None:
+    def fitting(
+        self, size: int, sizes: Sequence[int], key: Callable[[int], StepKey], exact: bool = False
+    ) -> int:
+        """The size to run for `size`: the least of some ascending ones that holds it (the last, if
+        none does), or the least of those that is compiled where larger ones do."""
+        holding = [one for one in sizes if one >= size] or [sizes[-1]]
+        if exact or not self.flexible:
+            return holding[0]
+        return next((one for one in holding if key(one) in self.seconds), holding[0])
+
+    def add(self, call: StepCall) -> None:
+        """Compile a call."""
         start = time.perf_counter()
         call.step.lower(*call.args).compile()  # type: ignore[attr-defined]
         self.seconds[call.key] = time.perf_counter() - start

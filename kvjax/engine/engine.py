@@ -6,22 +6,16 @@ the text of the round before.
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import jax
 import numpy as np
 
 from kvjax.cache.policy import DecodeRule, Method
+from kvjax.engine.beside import Beside
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.decode import DecodeReport
-from kvjax.engine.insert import InsertReport
-from kvjax.engine.intake import Intake, Owner
-from kvjax.engine.metrics import EngineMetrics
-from kvjax.engine.outbox import Outbox
-from kvjax.engine.prefixes import Prefix
-from kvjax.engine.request import FinishReason, Request
-from kvjax.engine.scheduler import (
+from kvjax.engine.decisions import (
     Begin,
     Chunk,
     Compress,
@@ -33,10 +27,18 @@ from kvjax.engine.scheduler import (
     Preempt,
     Remove,
     Retain,
-    Scheduler,
 )
+from kvjax.engine.decode import DecodeReport
+from kvjax.engine.insert import InsertReport
+from kvjax.engine.intake import Intake, Owner
+from kvjax.engine.job import PromptJob
+from kvjax.engine.keeping import Keeper
+from kvjax.engine.metrics import EngineMetrics
+from kvjax.engine.outbox import Outbox
+from kvjax.engine.request import FinishReason, Request
+from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.text import RequestText
-from kvjax.engine.worker import PromptJob, Worker, num_top
+from kvjax.engine.worker import Worker, num_top
 from kvjax.errors import in_one_line
 from kvjax.models.tokenizer import Tokenizer
 
@@ -62,6 +64,7 @@ class Engine:
         self.scheduler = Scheduler(config, [num_blocks])
         self.metrics = EngineMetrics(num_blocks)
         self.intake, self.owner = Intake(config.max_waiting), Owner()
+        self.keeper = Keeper(config, worker, self.scheduler)
         self.outbox = Outbox(self.intake, self.metrics, clock)
         self._starts: list[tuple[PromptJob, InsertReport]] = []
         """Prompts that were put into their slots, and what the device will say of it."""
@@ -69,6 +72,21 @@ class Engine:
         """Decode steps that were dispatched, likewise."""
         self._heads = worker.model.num_layers * worker.model.num_kv_heads
         self._on_cpu = jax.default_backend() == "cpu"
+        self.beside: Beside | None = None
+        """Where steps are compiled while others run."""
+
+    def compile_beside(self, on_done: Callable[[], None]) -> None:
+        """From now on requests wait in the queue for steps that have to be compiled, and others
+        go on; `on_done` is called by a thread when one is there."""
+        self.beside = Beside(self.worker, on_done)
+        self.scheduler.ready = self.beside.ready
+
+    @property
+    def only_compiles(self) -> bool:
+        """Whether rounds have nothing to do until a step is compiled or somebody comes or goes."""
+        scheduler = self.scheduler
+        idle = not scheduler.running and scheduler.prefilling is None and not self.outbox.pending
+        return idle and self.beside is not None and self.beside.under_way > 0
 
     def add(self, request: Request) -> None:
         """Queue a request; others may be running. From any thread.
@@ -104,7 +122,8 @@ class Engine:
         """One round: schedule, run, emit; then take in what the device reports."""
         with self.metrics.round(self.clock):
             self._take_in()
-            self._run(self.scheduler.round())
+            with self._compiling():
+                self._run(self.scheduler.round())
             self._emit()
             self._collect()
             self.metrics.observe(self.scheduler, self.worker)
@@ -147,6 +166,20 @@ class Engine:
             log.warning("request %r ends: its deadline has passed", request.id)
             self.end(request, "deadline")
 
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """A round's decisions, and what is compiled for them and after them."""
+        if self.beside is None:
+            yield
+            return
+        scheduler = self.scheduler
+        self.beside.begin_round(alone=not scheduler.running and scheduler.prefilling is None)
+        yield
+        for request, error in self.beside.take_lost():
+            self.fail(request, error)
+        self.beside.end_round(bool(scheduler.waiting))
+        self.metrics.compiled_beside(self.beside)
+
     def _emit(self) -> None:
         """The text of the round before, while the device works."""
         for request in self.outbox.emit():
@@ -171,10 +204,10 @@ class Engine:
         for decision in decisions:
             match decision:
                 case Remove(slots):
-                    self._retain_ended(slots)
+                    self.keeper.retain_ended(slots)
                     self._empty(slots)
                 case Forget(prefix):
-                    self._forget(prefix)
+                    self.keeper.forget(prefix)
                 case Begin(request) | Chunk(request) | Retain(request) | Insert(request):
                     try:
                         self._prefill(decision)
@@ -184,7 +217,10 @@ class Engine:
                     self._compress(requests)
                 case Decode():
                     with self._phase("decode"):
-                        self._loops += self._decode(decision)
+                        for part in (
+                            self.beside.decode_parts(decision) if self.beside else [decision]
+                        ):
+                            self._loops += self._decode(part)
                 case Preempt(request):
                     self._preempt(request)
                 case End(request, reason):
@@ -245,75 +281,10 @@ class Engine:
                 self.scheduler.note_unplaced(self.worker.free_blocks())
                 return
             self.scheduler.note_chunk(held, self.worker.free_blocks(), True)
-        self._hold(request, job.tokens, request.slot, job.logits)
+        self.keeper.hold(request, job.tokens, request.slot, job.logits)
         self.scheduler.job = self.worker.go_on(
             request, request.all_tokens, len(job.tokens), job.logits
         )
-
-    def _retain_ended(self, slots: Sequence[int]) -> None:
-        """Retain what sequences hold that have come to their ends, for their next turns."""
-        for request in [r for r in self.scheduler.running if r.slot in slots]:
-            if request.sharing is None or request.finish_reason not in ("eos", "stop", "length"):
-                continue
-            # The last token has no KVs; behind a stop text there may be KVs of unknown tokens.
-            size = int(self.worker.cache.seq_len[request.slot])
-            prefixes = self.scheduler.prefixes
-            if (begun := prefixes.find(request.sharing, request.prompt)) is not None:
-                # Of use until now: it outlives the ends of those that began with it.
-                prefixes.used(begun)
-            if self.config.share_grain <= size <= request.length and request.slot is not None:
-                self._hold(request, request.all_tokens[:size], request.slot, None)
-
-    def _hold(
-        self, request: Request, tokens: np.ndarray, slot: int, logits: jax.Array | None
-    ) -> None:
-        """Let a row of its own hold what a slot holds, for those that begin with the same."""
-        prefixes = self.scheduler.prefixes
-        settings = request.sharing
-        if settings is None:
-            return
-        if (known := prefixes.exactly(settings, tokens)) is not None:
-            if logits is None or known.logits is not None:
-                return
-            self._forget(known)
-        if prefixes.full and (oldest := prefixes.oldest()) is not None:
-            self._forget(oldest)
-        if not prefixes.full:
-            self.worker.share(slot, prefixes.add(tokens, settings, logits).row)
-
-    def load(
-        self,
-        tokens: np.ndarray,
-        settings: Hashable,
-        logits: jax.Array | None,
-        held: Mapping[str, np.ndarray],
-    ) -> bool:
-        """Retain a prefix that was saved. Returns whether there was room, others given up."""
-        prefixes = self.scheduler.prefixes
-        if (known := prefixes.exactly(settings, tokens)) is not None:
-            prefixes.used(known)
-            return True
-        blocks = len(held["metric"])
-        while prefixes.full or self.worker.free_blocks() < blocks:
-            if (oldest := prefixes.oldest()) is None:
-                return False
-            self._forget(oldest)
-        prefix = prefixes.add(tokens, settings, logits)
-        if not self.worker.restore(prefix.row, held):
-            prefixes.remove(prefix)
-            return False
-        self.scheduler.accounts.free[:] = self.worker.free_blocks()
-        return True
-
-    def _forget(self, prefix: Prefix) -> None:
-        """Give back the row of a prefix."""
-        self.worker.empty([prefix.row])
-        self.scheduler.note_forgotten(prefix, self.worker.free_blocks())
-
-    def forget_prefixes(self) -> None:
-        """Give back the rows of all prefixes."""
-        for prefix in list(self.scheduler.prefixes):
-            self._forget(prefix)
 
     def _settle_chunk(self, job: PromptJob, size: int) -> bool:
         """What became of a chunk in the pool. Returns whether it is there; if not it runs again."""
@@ -363,13 +334,9 @@ class Engine:
 
     def _compress(self, requests: Sequence[Request], keep: int | None = None) -> None:
         """Compress some requests to their budgets, or to so many blocks each."""
-        groups: dict[tuple[Method, int], list[Request]] = {}
-        for request in requests:
-            most = request.compression.max_kvs_per_step
-            groups.setdefault((request.method, most), []).append(request)
         longest, total = self.scheduler.accounts.longest, 0
         with self._phase("compress"):
-            for (method, most), group in groups.items():
+            for method, most, group in self._compressed_together(requests):
                 slots = [r.slot for r in group if r.slot is not None]
                 freed = self.worker.compress(
                     slots,
@@ -387,6 +354,21 @@ class Engine:
             # What others hold too is not free, and what they hold was copied.
             self.scheduler.accounts.free[:] = self.worker.free_blocks()
         self.metrics.compressed(len(requests), total)
+
+    def _compressed_together(
+        self, requests: Sequence[Request]
+    ) -> Iterator[tuple[Method, int, Sequence[Request]]]:
+        groups: dict[tuple[Method, int], list[Request]] = {}
+        for request in requests:
+            most = request.compression.max_kvs_per_step
+            groups.setdefault((request.method, most), []).append(request)
+        for (method, most), group in groups.items():
+            parts: list[Sequence[Request]] = [group]
+            if self.beside is not None:
+                longest = max(int(self.scheduler.accounts.longest[r.slot]) for r in group)
+                parts = self.beside.compress_parts(group, method, most, longest)
+            for part in parts:
+                yield method, most, part
 
     def _preempt(self, request: Request) -> None:
         """Free what a request holds; the scheduler puts it back into the queue."""

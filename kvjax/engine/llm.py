@@ -24,6 +24,7 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
+from kvjax.engine.needs import warm_up_sharing
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import request_tokens
@@ -144,12 +145,17 @@ class LLM:
         for length in prompt_lens:
             check_whole("prompt length", length, 1, self.max_len)
             prompt = np.zeros(length, np.int32)
-            sampling = SamplingParams(max_tokens=max(1, min(2, self.max_len - length)))
+            sampling = SamplingParams(
+                max_tokens=max(1, min(2, self.max_len - length)),
+                logprobs=MAX_LOGPROBS if logprobs else None,
+            )
             request = checked_request(
                 self, prompt, sampling, compression or self.compression, "warm-up", -1
             )
             with self.engine.owner("warm_up"), held():
                 self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
+                if request.sharing is not None:
+                    warm_up_sharing(self.worker, request)
 
     def check_offers(self, method: str | Method) -> None:
         """Refuse a method that no request could bring.
@@ -336,7 +342,7 @@ class LLM:
     def forget_prefixes(self) -> None:
         """Give back the blocks of all prefixes that are retained."""
         with self.engine.owner("forget_prefixes"), held():
-            self.engine.forget_prefixes()
+            self.engine.keeper.forget_all()
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do or to emit."""

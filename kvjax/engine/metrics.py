@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvjax.engine.beside import Beside
 from kvjax.engine.request import RequestStats
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.worker import Worker
@@ -59,7 +60,11 @@ class EngineMetrics:
         self._free = gauge("blocks_free", "Blocks free")
         self._peak = gauge("blocks_peak", "Most blocks in use so far")
         self._compiled = gauge("compiled_steps", "Steps compiled")
-        self._compile_seconds = gauge("compile_seconds", "Seconds of compilation")
+        self._compile_seconds = gauge("compile_seconds", "Seconds that rounds spent on compilation")
+        self._beside = counter("background_compilations", "Compilations beside the rounds")
+        self._beside_seconds = counter("background_compile_seconds", "Seconds that they took")
+        self._beside_now = gauge("background_compilations_under_way", "Those under way")
+        self._compile_waits = gauge("requests_compiling", "Requests that wait for a compilation")
         self._first = histogram("time_to_first_token_seconds", "Arrival to first token")
         self._each = histogram("time_per_output_token_seconds", "Between tokens after the first")
         self._whole = histogram("request_seconds", "Arrival to end")
@@ -79,6 +84,14 @@ class EngineMetrics:
         if stalled:
             self._stalls.inc(seconds)
             self._stall_count.inc()
+
+    def compiled_beside(self, beside: Beside) -> None:
+        """Take in what was compiled beside the rounds."""
+        seconds = beside.take_finished()
+        self._beside.inc(len(seconds))
+        self._beside_seconds.inc(sum(seconds))
+        self._beside_now.set(beside.under_way)
+        self._compile_waits.set(beside.waiting)
 
     @contextlib.contextmanager
     def round(self, clock: Callable[[], float]) -> Iterator[None]:

@@ -23,6 +23,11 @@ class Outbox:
         self.interruption: BaseException | None = None
         """What interrupted a callback of this round, to be raised when the round has ended."""
 
+    @property
+    def pending(self) -> bool:
+        """Whether anybody has something new that has not been emitted."""
+        return bool(self._news)
+
     def note(self, request: Request) -> None:
         """A request has new tokens, or an end."""
         self._news[request.id] = None

@@ -1,6 +1,7 @@
 """Prompts that are retained when asked for, and their files: what `LLM` has methods for."""
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvjax.engine.llm import LLM
 
 SHORTEST = SamplingParams(max_tokens=1)
+PAUSE_SECONDS = 0.01
+"""Between looks at a step that is compiled beside the rounds."""
 
 
 def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) -> Prefix:
@@ -43,6 +46,8 @@ def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) ->
         try:
             while not (outputs and outputs[-1].finished):
                 llm.recovery.step()
+                if llm.engine.only_compiles:
+                    time.sleep(PAUSE_SECONDS)
         finally:
             llm.abandon([name])
     prefix = llm.scheduler.prefixes.exactly(settings, tokens)
@@ -81,6 +86,6 @@ def load(llm: "LLM", path: str | os.PathLike[str], compression: CompressionConfi
         raise UserError(f"prefix {path}: {error}; give a file that was saved whole") from None
     with llm.engine.owner("load_prefix"), held():
         last = None if logits is None else jnp.asarray(logits)
-        if not llm.engine.load(tokens, settings, last, kept):
+        if not llm.engine.keeper.load(tokens, settings, last, kept):
             raise UserError(f"prefix {path}: no room for its blocks; give a larger pool")
     return len(tokens)

@@ -1,107 +1,38 @@
 """What a round does, decided on the host from queues and accounts alone: no device is known here.
 
 First come, first served: nobody overtakes the first request in the queue, however small, so that
-none starves. A prompt is let in when its compressed size and the growth of those that run fit
-into the free blocks. Under pressure the newest request is preempted, and keeps its place in the
-queue and everything it has generated.
+none starves; but who waits for a step to be compiled (`ready`) holds up nobody. A prompt is let in
+when its compressed size and the growth of those that run fit into the free blocks. Under pressure
+the newest request is preempted, and keeps its place in the queue and everything it has generated.
 
 `round`, `settle` and the like yield decisions in order. Each has to be carried out, and what came
 of it noted here, before the next is asked for, since that may depend on it.
 """
 
 import bisect
-import dataclasses
 import heapq
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from kvjax.engine.accounts import Accounts
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.decisions import (
+    Begin,
+    Chunk,
+    Compress,
+    Decision,
+    Decode,
+    End,
+    Forget,
+    Insert,
+    Preempt,
+    Remove,
+    Retain,
+)
 from kvjax.engine.prefixes import Plan, Prefix, Prefixes
-from kvjax.engine.request import FinishReason, Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Remove:
-    """Empty the slots of requests that have ended."""
-
-    slots: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Begin:
-    """Begin with a request's prompt; its `job` is to be noted."""
-
-    request: Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Run the next tokens of the prompt that is being prefilled."""
-
-    request: Request
-    size: int
-    compress: bool
-    """Whether its slot is compressed afterwards, if the chunk fitted into the pool."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Retain:
-    """Retain what is left of the tokens that have run, for others that begin with them, and go on
-    from there; the `job` that goes on is to be noted."""
-
-    request: Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Forget:
-    """Give back the row of a prefix that was retained."""
-
-    prefix: Prefix
-
-
-@dataclasses.dataclass(frozen=True)
-class Insert:
-    """Put the prompt that is through into its slot, and let it decode."""
-
-    request: Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Compress:
-    """Compress running requests to their budgets."""
-
-    requests: tuple[Request, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Decode:
-    """Decode up to so many tokens of each of some requests."""
-
-    requests: tuple[Request, ...]
-    steps: int
-    rule: Hashable
-    """What the steps do to metrics; it is one for all of the requests, or nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Preempt:
-    """Free what a request holds; it comes again from the queue with all its tokens."""
-
-    request: Request
-
-
-@dataclasses.dataclass(frozen=True)
-class End:
-    """End a request."""
-
-    request: Request
-    reason: FinishReason
-
-
-Decision = Remove | Begin | Chunk | Retain | Forget | Insert | Compress | Decode | Preempt | End
+from kvjax.engine.request import Request
 
 
 class Job(Protocol):
@@ -139,6 +70,8 @@ class Scheduler:
         self.prefilling: Request | None = None
         self.running: list[Request] = []
         """In the order they were admitted."""
+        self.ready: Callable[[Request], bool] = lambda request: True
+        """Whether a request can begin, as far as steps have to be compiled for it."""
         self.restart([])
 
     def restart(self, waiting: Iterable[Request]) -> None:
@@ -301,15 +234,24 @@ class Scheduler:
         return need
 
     def begin_next(self) -> Request | None:
-        """Take the first request from the queue, with a slot of its own, if there is room."""
-        if self.prefilling is not None or not self.waiting or not self._slots:
+        """Take the first request that is ready from the queue, with a slot of its own, if there is
+        room."""
+        if self.prefilling is not None or not self._slots:
             return None
-        self.waiting[0].plan = self._plan(self.waiting[0])
-        if not self.fits(self.waiting[0]):
+        request = self._next()
+        if request is None or not self.fits(request):
             return None
-        request = self.prefilling = self.waiting.pop(0)
-        request.slot = heapq.heappop(self._slots)
+        self.waiting.remove(request)
+        self.prefilling, request.slot = request, heapq.heappop(self._slots)
         return request
+
+    def _next(self) -> Request | None:
+        """The first request in the queue whose compiled steps are there."""
+        for request in self.waiting:
+            request.plan = self._plan(request)
+            if self.ready(request):
+                return request
+        return None
 
     def inserted(self, request: Request, in_pool: bool = False) -> None:
         """The prompt of the prefilling request is in its slot, or was there all along."""
@@ -383,9 +325,8 @@ class Scheduler:
         to its slot; that which it continues only where nobody else could make room for it."""
         while self.prefixes:
             request = self.prefilling
-            if request is None and self.waiting and self._slots:
-                request = self.waiting[0]
-                request.plan = self._plan(request)
+            if request is None and self._slots:
+                request = self._next()
             if request is None or self.accounts.have(self._needed(request)):
                 return
             if self.prefilling is not None and (self.job is None or self.job.next_chunk):
@@ -418,7 +359,8 @@ class Scheduler:
         if not self.running:
             return
         # A prompt in the queue would only wait longer for its first token.
-        waits = self.job is not None or (self.waiting and self.fits(self.waiting[0]))
+        first = None if self.job is not None else self._next()
+        waits = self.job is not None or (first is not None and self.fits(first))
         steps = 1 if waits else self._config.decode_steps_per_sync
         steps = max(1, min([steps, *map(_until_compression, every)]))
         groups = self._by_rule()

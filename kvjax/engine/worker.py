@@ -7,7 +7,7 @@ sizes (prompt chunks, sequences that decode, widths of block tables), each when 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.cache import CacheSpec, PagedCache, free_blocks, init_cache, share
-from kvjax.cache.policy import DecodeRule, Method, Scores
+from kvjax.cache.policy import DecodeRule, Method, Observer, Scores
 from kvjax.cache.store import restored
 from kvjax.engine import decode, insert, prefill, reclaim, repeat
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
@@ -24,6 +24,7 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport, Start
 from kvjax.engine.interrupts import released
+from kvjax.engine.job import PromptJob
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
 from kvjax.models.config import ModelConfig
@@ -50,8 +51,7 @@ _POSITIONS = jax.jit(
 
 GRAIN = 128
 """Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
-NO_BUDGET = 2**31 - 1
-"""Blocks to keep where nothing is to be evicted."""
+NO_BUDGET = 2**31 - 1  # blocks to keep where nothing is to be evicted
 
 
 def sizes_upto(most: int, first: int, factor: int) -> tuple[int, ...]:
@@ -61,53 +61,6 @@ def sizes_upto(most: int, first: int, factor: int) -> tuple[int, ...]:
         found.append(first)
         first *= factor
     return (*found, most)
-
-
-def fitting(size: int, sizes: Sequence[int]) -> int:
-    """The least of some ascending sizes that holds `size`; the last if none does."""
-    return next((one for one in sizes if one >= size), sizes[-1])
-
-
-@dataclasses.dataclass(eq=False)
-class PromptJob:
-    """A prompt on its way through the model, chunk by chunk."""
-
-    request: Request
-    tokens: np.ndarray
-    chunks: list[int]
-    in_pool: bool
-    """Too long for the scratch: its chunks go to its slot at once, compressed in between."""
-    done: int = 0
-    start: int = 0
-    """Tokens before the first chunk: its slot held them when it began."""
-    retains: bool = False
-    """Whether what has run is retained after the last chunk."""
-    prompt: prefill.PromptKV | None = None
-    logits: jax.Array | None = None
-    """After the last chunk."""
-    fits: jax.Array | None = None
-    """Whether the pool had room for the last chunk; only with `in_pool`."""
-    repetitions: list[np.ndarray] = dataclasses.field(default_factory=list)
-    """What is still to run behind the prompt, for a method that has it repeated."""
-
-    @property
-    def repeating(self) -> bool:
-        """Whether all chunks have run and the prompt is being repeated."""
-        return self.done == len(self.tokens) and bool(self.repetitions)
-
-    @property
-    def budget(self) -> int | None:
-        """Blocks that its tokens keep where they are retained."""
-        return self.request.budget_at(len(self.tokens))
-
-    @property
-    def next_chunk(self) -> int:
-        """Tokens of the next chunk, or of the next repetition; 0 once all have run."""
-        if self.repeating:
-            return len(self.repetitions[0])
-        sums = np.cumsum([self.start, *self.chunks])
-        at = int(np.searchsorted(sums, self.done))
-        return self.chunks[at] if at < len(self.chunks) else 0
 
 
 class Worker:
@@ -131,9 +84,8 @@ class Worker:
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
         self.repeat_request: Sequence[int] = ()
         """Tokens that ask the model to repeat a prompt, for methods that have it repeated."""
-        self._repeat_artefacts: dict[str, jax.Array] | None = None
+        self._repeat_artefacts: dict[str, jax.Array] = {}
         self.planes = tuple(plane.name for plane in spec.planes)
-        """Further numbers per KV that the pool has room for."""
         self.compiled = CompiledSteps()
         self._new_cache = functools.partial(
             init_cache,
@@ -193,17 +145,20 @@ class Worker:
         (waits for the device)."""
         table = np.asarray(self.cache.block_table[slot])
         owned = int((table < self.cache.num_blocks).sum(-1).max())
-        # Few widths, as each is compiled.
-        width = min(table.shape[-1], 1 << max(0, owned - 1).bit_length())
-        call = StepCall(
-            StepKey("kept", sizes=(width,)), _POSITIONS, (self.cache.position, table[..., :width])
-        )
-        positions = np.asarray(self.compiled.run(call))
+        positions = np.asarray(self.compiled.run(self.kept_call(table, owned)))
         kept = np.zeros((*table.shape[:-1], length), bool)
         held = (positions >= 0) & (positions < length)
         layer, head = np.nonzero(held)[:2]
         kept[layer, head, positions[held]] = True
         return kept
+
+    def kept_call(self, table: np.ndarray, owned: int) -> StepCall:
+        """Token positions of what a slot's heads hold, of so many blocks at most."""
+        # Few widths, as each is compiled.
+        widths = sizes_upto(self.cache.max_blocks, 1, 2)
+        width = self.compiled.fitting(owned, widths, lambda n: StepKey("kept", sizes=(n,)))
+        args = (self.cache.position, table[..., :width])
+        return StepCall(StepKey("kept", sizes=(width,)), _POSITIONS, args)
 
     def begin(self, request: Request) -> PromptJob:
         """A job for a request's prompt, or for all its tokens after a preemption.
@@ -264,14 +219,16 @@ class Worker:
         """Run the next chunk of a job, or the next repetition."""
         if job.repeating:
             assert job.prompt is not None
-            call = self._repeat_call(job, job.prompt)
+            call = self.repeat_call(job, job.prompt)
             # Nothing of the prompt is lost with it.
             with released():
                 metric = self.compiled.run(call)
             job.prompt = dataclasses.replace(job.prompt, scores=Scores(metric))
             del job.repetitions[0]
             return
-        size, call = job.next_chunk, self._chunk_call(job)
+        if not job.in_pool and len(job.chunks) > 1 and job.prompt is None:
+            job.prompt = self.scratch(job)
+        size, call = job.next_chunk, self.chunk_call(job)
         if job.in_pool:
             self.cache, job.logits, job.fits = self.compiled.run(call)
         else:
@@ -281,11 +238,20 @@ class Worker:
                 job.prompt, job.logits = self.compiled.run(call)
         job.done += size
 
-    def _chunk_call(self, job: PromptJob) -> StepCall:
-        size, bucket = job.next_chunk, self.bucket(job.chunks)
+    def _observer(self, job: PromptJob) -> Observer:
         observer = job.request.method.observer
-        if job.in_pool or len(job.chunks) > 1:
-            observer = observer.without_query_heads
+        whole = len(job.chunks) == 1 and not job.in_pool
+        return observer if whole else observer.without_query_heads
+
+    def scratch(self, job: PromptJob) -> prefill.PromptKV:
+        """Room for all chunks of a job."""
+        room = len(job.chunks) * self.bucket(job.chunks)
+        dtype = jax.tree.leaves(self.params)[0].dtype
+        return prefill.empty_prompt(self.model, self._observer(job), room, dtype)
+
+    def chunk_call(self, job: PromptJob) -> StepCall:
+        """The next chunk of a job."""
+        size, bucket, observer = job.next_chunk, self.bucket(job.chunks), self._observer(job)
         tokens = np.zeros(bucket, np.int32)
         tokens[:size] = job.tokens[job.done : job.done + size]
         length = np.int32(size)
@@ -297,17 +263,13 @@ class Worker:
         if len(job.chunks) == 1:
             key = StepKey("prefill", observer, (bucket,))
             return StepCall(key, _PREFILL, (*common, tokens, length))
-        room = len(job.chunks) * bucket
-        if job.prompt is None:
-            dtype = jax.tree.leaves(self.params)[0].dtype
-            job.prompt = prefill.empty_prompt(self.model, observer, room, dtype)
-        key = StepKey("prefill in scratch", observer, (bucket, room))
+        key = StepKey("prefill in scratch", observer, (bucket, len(job.chunks) * bucket))
         return StepCall(key, _IN_SCRATCH, (*common, job.prompt, tokens, length))
 
-    def _repeat_call(self, job: PromptJob, prompt: Any) -> StepCall:
+    def repeat_call(self, job: PromptJob, prompt: Any) -> StepCall:
         scorer = repeat.scorer_behind(job.request.method.scorer, self.repeat_request)
-        if scorer.artefacts and self._repeat_artefacts is None:
-            self._repeat_artefacts = repeat.repeat_artefacts(self.model, self.params)
+        if scorer.artefacts and not self._repeat_artefacts:
+            self._repeat_artefacts.update(repeat.repeat_artefacts(self.model, self.params))
         artefacts = self._repeat_artefacts if scorer.artefacts else {}
         part, bucket = job.repetitions[0], self.bucket(map(len, job.repetitions))
         tokens = np.zeros(bucket, np.int32)
@@ -323,35 +285,40 @@ class Worker:
             return
         request, top = job.request, num_top([job.request])
         prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
-        further = [self._repeat_call(job, prompt)] if job.repetitions else []
+        further = [self.repeat_call(job, prompt)] if job.repetitions else []
         if not job.retains:
-            further.append(self._insert_call(request, prompt, logits, 0, top))
+            further.append(self.insert_call(request, prompt, logits, 0, top))
         self.compiled.compile(
             [
                 chunk,
                 *further,
-                self._decode_call([0], 1, request.method.decode, top),
-                self._empty_call([]),
+                self.decode_call([0], 1, request.method.decode, top),
+                self.empty_call([]),
             ]
         )
 
     def place(self, job: PromptJob, slot: int) -> jax.Array:
         """Put what a finished job keeps into an empty slot, and leave it there. Returns whether
         there was room."""
-        assert job.prompt is not None
+        self.cache, _, _, ok = self.compiled.run(self.place_call(job, job.prompt, slot))
+        return ok
+
+    def place_call(self, job: PromptJob, prompt: Any, slot: int) -> StepCall:
         request, keep = job.request, job.budget
         method = request.method.eviction if request.compressed_first else None
         parts = None if method is None else method.parts
-        key = StepKey("place", parts, (job.prompt.k.shape[1],))
+        key = StepKey("place", parts, (prompt.k.shape[1],))
         keep = np.int32(NO_BUDGET if method is None or keep is None else keep)
-        args = (method, self.artefacts, self.cache, job.prompt, keep, np.int32(slot))
-        self.cache, _, _, ok = self.compiled.run(StepCall(key, _PLACE, args))
-        return ok
+        args = (method, self.artefacts, self.cache, prompt, keep, np.int32(slot))
+        return StepCall(key, _PLACE, args)
 
     def share(self, source: int, target: int) -> None:
         """Let an empty row hold what another one holds."""
+        self.cache, _ = self.compiled.run(self.share_call(source, target))
+
+    def share_call(self, source: int, target: int) -> StepCall:
         args = (self.cache, np.int32(source), np.int32(target))
-        self.cache, _ = self.compiled.run(StepCall(StepKey("share"), _SHARE, args))
+        return StepCall(StepKey("share"), _SHARE, args)
 
     def restore(self, row: int, held: Mapping[str, np.ndarray]) -> bool:
         """Let an empty row hold what was saved. Returns whether there was room."""
@@ -363,14 +330,19 @@ class Worker:
     def insert(self, job: PromptJob, slot: int, num_top: int | None) -> InsertReport:
         """Put what a finished job keeps into an empty slot, and let it decode."""
         if job.in_pool:
-            assert job.fits is not None
-            new, key = self._start(job.request, slot, job.logits), StepKey("start", num_top=num_top)
-            args = (num_top, self.cache, self.state, new, self.eos_ids, job.fits)
-            self.state, report = self.compiled.run(StepCall(key, _START, args))
+            call = self.start_call(job.request, slot, job.logits, job.fits, num_top)
+            self.state, report = self.compiled.run(call)
         else:
-            call = self._insert_call(job.request, job.prompt, job.logits, slot, num_top)
+            call = self.insert_call(job.request, job.prompt, job.logits, slot, num_top)
             self.cache, self.state, report = self.compiled.run(call)
         return report
+
+    def start_call(
+        self, request: Request, slot: int, logits: Any, fits: Any, num_top: int | None
+    ) -> StepCall:
+        new = self._start(request, slot, logits)
+        args = (num_top, self.cache, self.state, new, self.eos_ids, fits)
+        return StepCall(StepKey("start", num_top=num_top), _START, args)
 
     def _start(self, request: Request, slot: int, logits: Any) -> Start:
         return Start(
@@ -382,7 +354,7 @@ class Worker:
             sampling_row(request.sampling),
         )
 
-    def _insert_call(
+    def insert_call(
         self, request: Request, prompt: Any, logits: Any, slot: int, num_top: int | None
     ) -> StepCall:
         whole = not request.compressed_first
@@ -400,21 +372,36 @@ class Worker:
         self, slots: Sequence[int], limit: int, rule: DecodeRule | None, num_top: int | None
     ) -> DecodeReport:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding."""
-        call = self._decode_call(slots, limit, rule, num_top)
+        call = self.decode_call(slots, limit, rule, num_top)
         self.cache, self.state, report = self.compiled.run(call)
         return report
 
-    def _decode_call(
-        self, slots: Sequence[int], limit: int, rule: DecodeRule | None, num_top: int | None
+    def decode_key(
+        self, count: int, rule: Hashable, num_top: int | None, exact: bool = False
+    ) -> StepKey:
+        """The step for so many sequences."""
+
+        def key(group: int) -> StepKey:
+            return StepKey("decode", rule, (group,), num_top)
+
+        return key(self.compiled.fitting(count, self.decode_sizes, key, exact))
+
+    def decode_call(
+        self,
+        slots: Sequence[int],
+        limit: int,
+        rule: DecodeRule | None,
+        num_top: int | None,
+        exact: bool = False,
     ) -> StepCall:
-        group = fitting(len(slots), self.decode_sizes)
+        key = self.decode_key(len(slots), rule, num_top, exact)
         num_steps = self.config.decode_steps_per_sync
         most = np.int32(min(limit, num_steps))
         args = (
             self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
-            self._padded(slots, group), most, self.eos_ids, self.artefacts,
+            self._padded(slots, key.sizes[0]), most, self.eos_ids, self.artefacts,
         )  # fmt: skip
-        return StepCall(StepKey("decode", rule, (group,), num_top), _DECODE, args)
+        return StepCall(key, _DECODE, args)
 
     def compress(
         self,
@@ -435,30 +422,44 @@ class Worker:
             most: KVs sorted at once.
             longest: no head of theirs holds more KVs.
         """
-        group = fitting(len(slots), self.compress_sizes)
-        method = method.eviction
-        columns = fitting(-(-longest // self.config.block_size), self.compress_widths)
+        call = self.compress_call(slots, keep, protected, method, most, longest)
+        self.cache, freed = self.compiled.run(call)
+        return freed
+
+    def compress_call(
+        self,
+        slots: Sequence[int],
+        keep: Sequence[int],
+        protected: Sequence[int],
+        method: Method,
+        most: int,
+        longest: int,
+        exact: bool = False,
+    ) -> StepCall:
+        method, choose = method.eviction, self.compiled.fitting
+        blocks = -(-longest // self.config.block_size)
+
+        def key(columns: int, group: int) -> StepKey:
+            return StepKey("compress", method.parts, (most, columns, group))
+
+        def width(group: int) -> int:
+            return choose(blocks, self.compress_widths, lambda n: key(n, group), exact)
+
+        group = choose(len(slots), self.compress_sizes, lambda n: key(width(n), n), exact)
+        columns = width(group)
         keeps, stay = np.zeros((2, group), np.int32)
         keeps[: len(keep)], stay[: len(protected)] = keep, protected
-        key, padded = StepKey("compress", method.parts, (most, columns, group)), self._padded
         args = (
-            most,
-            columns,
-            method,
-            self.artefacts,
-            self.cache,
-            padded(slots, group),
-            keeps,
-            stay,
-        )
-        self.cache, freed = self.compiled.run(StepCall(key, _COMPRESS, args))
-        return freed
+            most, columns, method, self.artefacts, self.cache, self._padded(slots, group),
+            keeps, stay,
+        )  # fmt: skip
+        return StepCall(key(columns, group), _COMPRESS, args)
 
     def empty(self, slots: Sequence[int]) -> None:
         """Free everything that `slots` hold."""
-        self.cache, self.state = self.compiled.run(self._empty_call(slots))
+        self.cache, self.state = self.compiled.run(self.empty_call(slots))
 
-    def _empty_call(self, slots: Sequence[int]) -> StepCall:
+    def empty_call(self, slots: Sequence[int]) -> StepCall:
         marked = np.zeros(self.config.num_rows, bool)
         marked[list(slots)] = True
         return StepCall(StepKey("empty"), _EMPTY, (self.cache, self.state, marked))

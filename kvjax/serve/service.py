@@ -81,6 +81,7 @@ class Service:
             "running": int(found["kvjax_requests_running"]),
             "output_tokens": int(found["kvjax_output_tokens_total"]),
             "compile_stalls": int(stalls),
+            "compiling": int(found["kvjax_requests_compiling"]),
             "method": usual.resolved.name,
             "rate": usual.rate,
             "floor": usual.floor,

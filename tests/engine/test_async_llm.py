@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 
 from kvjax.engine.async_llm import AsyncLLM, Driver
@@ -76,6 +77,7 @@ def test_many_streams_give_the_tokens_of_each_alone(tiny_params, expected):
 
     async def main():
         async with make(tiny_params) as llm:
+            await llm.warm_up(LENGTHS)
             async with asyncio.TaskGroup() as group:
                 for number in range(24):
                     group.create_task(client(llm, number))
@@ -388,3 +390,30 @@ asyncio.run(main())
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
+
+
+def test_a_document_is_retained_while_others_run(tiny_params, tmp_path):
+    (document, question) = prompts_of(70, 9)
+    asked, path = np.concatenate([document, question]), tmp_path / "document.safetensors"
+    sizes = {"share_prefix": "auto", "share_grain": 16, "retained_prefixes": 3}
+
+    async def answer(llm) -> tuple[int, ...]:
+        (output,) = await llm.generate([asked], greedy(8))
+        assert output.stats.cached_tokens == len(document)
+        return output.token_ids
+
+    async def main():
+        async with make(tiny_params, **sizes) as llm:
+            running = llm.add(prompts_of(10)[0], greedy(240))
+            await anext(running)
+            assert await llm.retain(document) == len(document)
+            first = await answer(llm)
+            assert await llm.save_prefix(path, document) == len(document)
+            running.close()
+        async with make(tiny_params, **sizes) as llm:
+            assert await llm.load_prefix(path) == len(document)
+            assert await answer(llm) == first
+            with pytest.raises(UserError, match="No such file"):
+                await llm.load_prefix(tmp_path / "none")
+
+    run(main())

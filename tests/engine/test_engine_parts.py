@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
+from kvjax.engine.compilation import CompiledSteps, StepKey
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM, RateWarning
 from kvjax.engine.memory import plan_memory, pool_tokens_for
@@ -15,7 +16,7 @@ from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
-from kvjax.engine.worker import fitting, sizes_upto
+from kvjax.engine.worker import sizes_upto
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.tokenizer import ByteTokenizer
@@ -90,7 +91,17 @@ def test_sizes_that_steps_are_compiled_for():
     assert sizes_upto(64, 1, 4) == (1, 4, 16, 64)
     assert sizes_upto(48, 64, 4) == (48,)
     assert sizes_upto(1, 1, 2) == (1,)
-    assert [fitting(n, (1, 4, 12)) for n in (0, 1, 2, 4, 5, 12, 13)] == [1, 1, 4, 4, 12, 12, 12]
+    known, sizes = CompiledSteps(), (1, 4, 12)
+    known.seconds[StepKey("decode", sizes=(12,))] = 1.0
+
+    def chosen(exact: bool = False) -> list[int]:
+        keys = (lambda n: StepKey("decode", sizes=(n,))), exact
+        return [known.fitting(n, sizes, *keys) for n in (0, 1, 2, 4, 5, 12, 13)]
+
+    assert chosen() == [1, 1, 4, 4, 12, 12, 12]
+    known.flexible = True
+    assert chosen() == [12] * 7
+    assert chosen(exact=True) == [1, 1, 4, 4, 12, 12, 12]
 
 
 def request_of(order: int, length: int, budget: int | None, max_tokens: int = 10, **settings):

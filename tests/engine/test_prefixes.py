@@ -285,3 +285,15 @@ def test_what_cannot_be_retained_is_refused(tiny_params):
 def test_sharing_has_to_be_one_of_three():
     with pytest.raises(UserError, match="share_prefix 'sometimes': give one of"):
         EngineConfig(share_prefix="sometimes")  # type: ignore[arg-type]
+
+
+def test_steps_that_share_can_be_warmed_up(tiny_params):
+    llm = make_llm(tiny_params, NORMS, **SHARED)
+    llm.warm_up([len(DOCUMENT)])
+    known = set(llm.worker.compiled.seconds)
+    (first,) = llm.generate([DOCUMENT], greedy(8))
+    turn = np.concatenate([DOCUMENT, np.asarray(first.token_ids, np.int32), QUESTIONS[2]])
+    (second,) = llm.generate([turn], greedy(8))
+    assert second.stats.cached_tokens > len(DOCUMENT)
+    assert set(llm.worker.compiled.seconds) == known
+    forget(llm)

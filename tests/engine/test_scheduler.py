@@ -9,9 +9,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.engine.accounts import Accounts
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.request import Request
-from kvjax.engine.sampling import SamplingParams
-from kvjax.engine.scheduler import (
+from kvjax.engine.decisions import (
     Begin,
     Chunk,
     Compress,
@@ -21,8 +19,10 @@ from kvjax.engine.scheduler import (
     Insert,
     Preempt,
     Remove,
-    Scheduler,
 )
+from kvjax.engine.request import Request
+from kvjax.engine.sampling import SamplingParams
+from kvjax.engine.scheduler import Scheduler
 
 HEADS, BLOCK, STEPS = 6, 4, 4
 SIZES = EngineConfig(
@@ -220,6 +220,28 @@ def test_who_waits_for_room_holds_nobody_up():
     assert device.round() == [Decode((first,), STEPS, None)]
     device.rounds()
     assert device.ended == [first, second]
+
+
+def test_who_waits_for_its_steps_is_overtaken_and_comes_first_when_they_are_there():
+    sizes = dataclasses.replace(SIZES, max_batch=1)
+    device, ready = Device(40 * HEADS, sizes), False
+    slow, running, *later = (request_of(n, max_tokens=12) for n in range(5))
+    device.scheduler.ready = lambda request: ready or request is not slow
+    for request in (slow, running, later[0]):
+        device.scheduler.add(request)
+    # It takes no steps from those that run, either.
+    device.round()
+    assert device.round() == [Decode((running,), 1, None)]
+    device.scheduler.leave(later[0])
+    assert device.round() == [Decode((running,), STEPS, None)]
+    device.scheduler.add(later[0])
+    while later[0] not in device.scheduler.running:
+        device.round()
+    ready = True
+    for request in later[1:]:
+        device.scheduler.add(request)
+    device.rounds()
+    assert device.ended == [running, later[0], slow, *later[1:]]
 
 
 def test_a_prompt_that_fails_leaves_and_the_next_begins():

@@ -11,9 +11,10 @@ import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.decisions import Preempt
 from kvjax.engine.memory import plan_memory
 from kvjax.engine.metrics import EngineMetrics
-from kvjax.engine.scheduler import Preempt, Scheduler
+from kvjax.engine.scheduler import Scheduler
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from tests.engine.conftest import TINY

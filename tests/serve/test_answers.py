@@ -281,6 +281,7 @@ def test_status_and_metrics(client, shared):
     assert [m["name"] for m in status["methods"]] == ["kv-compress", "full", "streaming-llm"]
     assert status["blocks_used"] + status["blocks_free"] == status["blocks"]
     assert (status["layers"], status["kv_heads"], status["rate"]) == (2, 2, 2)
+    assert status["compiling"] == 0
     lines = client.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values["kvjax_http_time_to_first_token_seconds_count"]) >= 1
@@ -290,6 +291,8 @@ def test_status_and_metrics(client, shared):
     for name in (
         "compile_stalls_total",
         "compile_stall_seconds_total",
+        "background_compilations_total",
+        "requests_compiling",
         "requests_waiting",
         "blocks_free",
         "evicted_blocks_total",

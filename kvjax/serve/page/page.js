@@ -31,7 +31,8 @@ async function look() {
     const first = status === null;
     status = await response.json();
     if (first) begin();
-    const state = status.ready ? "" : " · warming up: the first answers wait for compilation";
+    const waits = status.compiling ? ` · waiting for compilation: ${status.compiling}` : "";
+    const state = status.ready ? waits : " · warming up: the first answers wait for compilation";
     $("model").textContent = `${status.model} · ${status.layers} layers × ${status.kv_heads} KV heads · `
       + `a context of ${number(status.max_len)} tokens${state}`;
     pool.add(status);

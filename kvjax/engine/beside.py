@@ -1,0 +1,199 @@
+"""Compilation beside the rounds: who needs a new step waits for it in the queue, and nobody else.
+
+A request begins once every step that it can need is there for one sequence at a time
+(`needs_of`). What batches of more would need is compiled when there is nothing more urgent; until
+then they run in parts. One step is compiled at a time while others run, in a thread: XLA lets go of
+the interpreter while it compiles, but tracing does not, so rounds slow down for that long.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import jax
+
+from kvjax.cache.policy import DecodeRule, Method
+from kvjax.engine.compilation import StepCall, StepKey
+from kvjax.engine.decisions import Decode
+from kvjax.engine.needs import Need, needs_of, of_shapes, without_state
+from kvjax.engine.request import Request
+from kvjax.engine.worker import Worker, num_top
+
+log = logging.getLogger(__name__)
+
+
+class Beside:
+    """The steps that are compiled beside an engine's rounds; the engine's thread uses it."""
+
+    def __init__(self, worker: Worker, on_done: Callable[[], None]):
+        """Have a worker take what is compiled already.
+
+        Args:
+            worker: the engine's.
+            on_done: called by another thread when a compilation has ended.
+        """
+        self._worker, self._compiled, self._on_done = worker, worker.compiled, on_done
+        self._compiled.flexible = True
+        # Compilers for GPUs time kernels on the device: one at a time there.
+        self._cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+        self._threads = ThreadPoolExecutor(self._cores, "kvjax compiler")
+        self._at_once = self._cores
+        self._known: dict[str, tuple[object, tuple[Need, ...]]] = {}
+        """What requests need that were asked about in the last round, by id."""
+        self._asked: dict[str, tuple[object, tuple[Need, ...]]] = {}
+        """Those of this round."""
+        self._wanted: dict[StepKey, Need] = {}
+        """What this round's batches would have used."""
+        self._doomed: dict[str, Exception] = {}
+        """Why a step is missing for which a request has waited, by the request's id."""
+        self._hopeless: set[StepKey] = set()
+        """What batches would have used and could not be compiled."""
+        self._lost: dict[str, Request] = {}
+        self.waiting = 0
+        """Requests that wait for steps, as far as it is known: those behind one that could begin
+        have not been asked."""
+        self._finished: list[float] = []
+
+    @property
+    def under_way(self) -> int:
+        """Compilations that have begun and not ended."""
+        return len(self._compiled.under_way)
+
+    def take_finished(self) -> list[float]:
+        """What the compilations took that have ended since the last call, in seconds."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def begin_round(self, alone: bool) -> None:
+        """See what has ended; while others run, one step is compiled at a time."""
+        self._at_once = self._cores if alone else 1
+        if self._asked:
+            self._known = self._asked
+            self._doomed = {n: e for n, e in self._doomed.items() if n in self._known}
+        self._asked, self._wanted = {}, {}
+        for key, future in list(self._compiled.under_way.items()):
+            if future.done():
+                del self._compiled.under_way[key]
+                try:
+                    self._finished.append(future.result())
+                except Exception as error:
+                    self._note_failure(key, error)
+
+    def _note_failure(self, key: StepKey, error: Exception) -> None:
+        log.error("a %s step does not compile", key.step, exc_info=error)
+        self._hopeless.add(key)
+        for name, (_, needs) in self._known.items():
+            if any(need.key == key for need in needs):
+                self._doomed[name] = error
+
+    def ready(self, request: Request) -> bool:
+        """Whether a request can begin; if not, what it lacks is compiled."""
+        at = request.length, request.plan
+        known = self._asked.get(request.id) or self._known.get(request.id)
+        if known is None or known[0] != at:
+            try:
+                known = at, tuple(needs_of(self._worker, request))
+            except Exception as error:  # it would not run, either
+                known, self._doomed[request.id] = (at, ()), error
+        self._asked[request.id] = known
+        if request.id in self._doomed:
+            self._lost[request.id] = request
+            return False
+        missing = self._missing(known[1])
+        for need in missing:
+            self._start(need)
+        return not missing
+
+    def _missing(self, needs: Iterable[Need]) -> list[Need]:
+        return [need for need in needs if need.key not in self._compiled.seconds]
+
+    def take_lost(self) -> list[tuple[Request, Exception]]:
+        """Requests that cannot run, and why; for who comes later it is tried again."""
+        lost, self._lost = self._lost, {}
+        return [(request, self._doomed.pop(name)) for name, request in lost.items()]
+
+    def end_round(self, queued: bool) -> None:
+        """Compile what would have been of use in this round, where nobody waits for a step.
+
+        Args:
+            queued: whether any request waits.
+        """
+        if self._asked or not queued:
+            self.waiting = sum(bool(self._missing(needs)) for _, needs in self._asked.values())
+        for key, need in self._wanted.items():
+            if not self.waiting and not self.under_way and key not in self._hopeless:
+                self._start(need)
+
+    def _start(self, need: Need) -> None:
+        under_way = self._compiled.under_way
+        if need.key not in under_way and len(under_way) < self._at_once:
+            under_way[need.key] = future = self._threads.submit(self._compile, need)
+            future.add_done_callback(lambda _: self._on_done())
+
+    def _compile(self, need: Need) -> float:
+        start = time.perf_counter()
+        self._compiled.add(need.call())
+        return time.perf_counter() - start
+
+    # Batches for which there is no step
+
+    def decode_parts(self, decode: Decode) -> list[Decode]:
+        """Decode steps of the same requests that are compiled, larger ones where there are."""
+        worker, rule = self._worker, cast(DecodeRule | None, decode.rule)
+        count, top = len(decode.requests), num_top(decode.requests)
+        key = worker.decode_key(count, rule, top, exact=True)
+        if key in self._compiled.seconds:
+            return [decode]
+        twin, slots = without_state(worker), [worker.config.num_rows] * count
+        self._want(key, lambda: twin.decode_call(slots, 1, rule, top, exact=True))
+        if self._can_decode(count, rule, top):
+            return [decode]
+        groups: dict[tuple, list[Request]] = {}
+        for request in decode.requests:
+            groups.setdefault((request.rule, num_top([request])), []).append(request)
+        return [
+            Decode(tuple(part), decode.steps, rule)
+            for (rule, top), group in groups.items()
+            for part in _parts(
+                group,
+                worker.decode_sizes,
+                lambda n, rule=rule, top=top: self._can_decode(n, rule, top),
+            )
+        ]
+
+    def _can_decode(self, count: int, rule: Hashable, top: int | None) -> bool:
+        return self._worker.decode_key(count, rule, top) in self._compiled.seconds
+
+    def compress_parts(
+        self, requests: Sequence[Request], method: Method, most: int, longest: int
+    ) -> list[Sequence[Request]]:
+        """Requests by how many of them a compression that is compiled takes."""
+        worker = without_state(self._worker)
+
+        def call(count: int, exact: bool = False) -> StepCall:
+            some = [worker.config.num_rows] * count
+            return worker.compress_call(some, some, some, method, most, longest, exact)
+
+        self._want(call(len(requests), exact=True).key, lambda: call(len(requests), exact=True))
+        return _parts(
+            requests, worker.compress_sizes, lambda n: call(n).key in self._compiled.seconds
+        )
+
+    def _want(self, key: StepKey, call: Callable[[], StepCall]) -> None:
+        if key not in self._compiled.seconds:
+            self._wanted[key] = Need(key, lambda: of_shapes(call()))
+
+
+def _parts(
+    requests: Sequence[Request], sizes: Sequence[int], can: Callable[[int], bool]
+) -> list[Sequence[Request]]:
+    """Some requests in as few parts as can be; whole where nothing is compiled."""
+    if can(len(requests)):
+        return [requests]
+    size = next((size for size in reversed(sizes) if size < len(requests) and can(size)), None)
+    if size is None:
+        return [requests]
+    return [requests[i : i + size] for i in range(0, len(requests), size)]

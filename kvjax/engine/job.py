@@ -1,0 +1,51 @@
+"""A prompt on its way through the model."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from kvjax.engine import prefill
+from kvjax.engine.request import Request
+
+
+@dataclasses.dataclass(eq=False)
+class PromptJob:
+    """A prompt on its way through the model, chunk by chunk."""
+
+    request: Request
+    tokens: np.ndarray
+    chunks: list[int]
+    in_pool: bool
+    """Too long for the scratch: its chunks go to its slot at once, compressed in between."""
+    done: int = 0
+    start: int = 0
+    """Tokens before the first chunk: its slot held them when it began."""
+    retains: bool = False
+    """Whether what has run is retained after the last chunk."""
+    prompt: prefill.PromptKV | None = None
+    logits: jax.Array | None = None
+    """After the last chunk."""
+    fits: jax.Array | None = None
+    """Whether the pool had room for the last chunk; only with `in_pool`."""
+    repetitions: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """What is still to run behind the prompt, for a method that has it repeated."""
+
+    @property
+    def repeating(self) -> bool:
+        """Whether all chunks have run and the prompt is being repeated."""
+        return self.done == len(self.tokens) and bool(self.repetitions)
+
+    @property
+    def budget(self) -> int | None:
+        """Blocks that its tokens keep where they are retained."""
+        return self.request.budget_at(len(self.tokens))
+
+    @property
+    def next_chunk(self) -> int:
+        """Tokens of the next chunk, or of the next repetition; 0 once all have run."""
+        if self.repeating:
+            return len(self.repetitions[0])
+        sums = np.cumsum([self.start, *self.chunks])
+        at = int(np.searchsorted(sums, self.done))
+        return self.chunks[at] if at < len(self.chunks) else 0

@@ -1,0 +1,84 @@
+"""Rows of the cache that hold prefixes for later requests: filled, restored and given back."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.prefixes import Prefix
+from kvjax.engine.request import Request
+from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.worker import Worker
+
+
+class Keeper:
+    """Carries out what is retained; which tokens lie where is in `scheduler.prefixes`."""
+
+    def __init__(self, config: EngineConfig, worker: Worker, scheduler: Scheduler):
+        self._config, self._worker, self._scheduler = config, worker, scheduler
+
+    def retain_ended(self, slots: Sequence[int]) -> None:
+        """Retain what sequences hold that have come to their ends, for their next turns."""
+        for request in [r for r in self._scheduler.running if r.slot in slots]:
+            if request.sharing is None or request.finish_reason not in ("eos", "stop", "length"):
+                continue
+            # The last token has no KVs; behind a stop text there may be KVs of unknown tokens.
+            size = int(self._worker.cache.seq_len[request.slot])
+            prefixes = self._scheduler.prefixes
+            if (begun := prefixes.find(request.sharing, request.prompt)) is not None:
+                # Of use until now: it outlives the ends of those that began with it.
+                prefixes.used(begun)
+            if self._config.share_grain <= size <= request.length and request.slot is not None:
+                self.hold(request, request.all_tokens[:size], request.slot, None)
+
+    def hold(
+        self, request: Request, tokens: np.ndarray, slot: int, logits: jax.Array | None
+    ) -> None:
+        """Let a row of its own hold what a slot holds, for those that begin with the same."""
+        prefixes = self._scheduler.prefixes
+        settings = request.sharing
+        if settings is None:
+            return
+        if (known := prefixes.exactly(settings, tokens)) is not None:
+            if logits is None or known.logits is not None:
+                return
+            self.forget(known)
+        if prefixes.full and (oldest := prefixes.oldest()) is not None:
+            self.forget(oldest)
+        if not prefixes.full:
+            self._worker.share(slot, prefixes.add(tokens, settings, logits).row)
+
+    def load(
+        self,
+        tokens: np.ndarray,
+        settings: Hashable,
+        logits: jax.Array | None,
+        held: Mapping[str, np.ndarray],
+    ) -> bool:
+        """Retain a prefix that was saved. Returns whether there was room, others given up."""
+        prefixes = self._scheduler.prefixes
+        if (known := prefixes.exactly(settings, tokens)) is not None:
+            prefixes.used(known)
+            return True
+        blocks = len(held["metric"])
+        while prefixes.full or self._worker.free_blocks() < blocks:
+            if (oldest := prefixes.oldest()) is None:
+                return False
+            self.forget(oldest)
+        prefix = prefixes.add(tokens, settings, logits)
+        if not self._worker.restore(prefix.row, held):
+            prefixes.remove(prefix)
+            return False
+        self._scheduler.accounts.free[:] = self._worker.free_blocks()
+        return True
+
+    def forget(self, prefix: Prefix) -> None:
+        """Give back the row of a prefix."""
+        self._worker.empty([prefix.row])
+        self._scheduler.note_forgotten(prefix, self._worker.free_blocks())
+
+    def forget_all(self) -> None:
+        """Give back the rows of all prefixes."""
+        for prefix in list(self._scheduler.prefixes):
+            self.forget(prefix)

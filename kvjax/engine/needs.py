@@ -1,0 +1,143 @@
+"""Which compiled steps a request needs from its first chunk to its last token.
+
+One sequence at a time: larger batches are quicker, and none of them is needed.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.engine.compilation import StepCall, StepKey
+from kvjax.engine.job import PromptJob
+from kvjax.engine.prefixes import Plan, Prefix, Prefixes
+from kvjax.engine.request import Request
+from kvjax.engine.worker import Worker, num_top
+
+
+class Need(NamedTuple):
+    """A step that is needed."""
+
+    key: StepKey
+    call: Callable[[], StepCall]
+    """A call to compile, of shapes alone; tracing it may take long."""
+
+
+def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
+    """What a request needs that begins with the plan that it has."""
+    worker, top, outside = without_state(worker), num_top([request]), worker.config.num_rows
+
+    def need(call: Callable[[], StepCall]) -> Need:
+        return Need(call().key, lambda: of_shapes(call()))
+
+    yield need(lambda: worker.empty_call([]))
+    if worker.config.sharing:
+        yield need(lambda: worker.share_call(0, outside))
+    job = worker.begin(request)
+    logits: Callable[[], Any] = lambda: job.logits  # noqa: E731
+    in_pool = job.in_pool
+    if job.in_pool and job.chunks:
+        yield need(lambda: worker.chunk_call(job))
+        logits = functools.partial(_logits, worker, job)
+    elif not job.in_pool:
+        yield from _in_scratch(worker, request, job, top)
+        logits = functools.partial(_logits, worker, job)
+    if job.retains and len(job.tokens) < request.length:
+        rest = worker.go_on(request, request.all_tokens, len(job.tokens), None)
+        yield need(lambda: worker.chunk_call(rest))
+        logits, in_pool = functools.partial(_logits, worker, rest), True
+    if in_pool or job.retains:
+        key = worker.start_call(request, outside, None, None, top).key
+        yield Need(
+            key, lambda: of_shapes(worker.start_call(request, outside, logits(), _FITS, top))
+        )
+    yield need(lambda: worker.decode_call([outside], 1, request.method.decode, top))
+    if request.budget is not None:
+        longest, most = request.length + request.remaining, request.compression.max_kvs_per_step
+        yield need(lambda: worker.compress_call([outside], [0], [0], request.method, most, longest))
+    if request.report_kept:
+        written = len(request.prompt) + worker.config.decode_steps_per_sync
+        table = np.zeros(worker.cache.block_table.shape[1:], np.int32)
+        yield need(lambda: worker.kept_call(table, -(-written // worker.config.block_size)))
+
+
+_FITS = jax.ShapeDtypeStruct((), bool)
+
+
+def warm_up_sharing(worker: Worker, request: Request) -> None:
+    """Compile what such a request needs that is retained for others on its way, and what one needs
+    that goes on from it with a short text."""
+    grain, tokens = worker.config.share_grain, request.all_tokens
+    retained = Prefixes(grain=grain).plan(request.sharing, tokens)
+    match = Prefix(tokens[:-1], request.sharing, 0)
+    for plan in (retained, Plan(match, len(tokens), retains=False)):
+        if plan is not None and request.fits_at(plan.until):
+            some = dataclasses.replace(request, plan=plan)
+            worker.compiled.compile([need.call() for need in needs_of(worker, some)])
+
+
+def _in_scratch(
+    worker: Worker, request: Request, job: PromptJob, top: int | None
+) -> Iterator[Need]:
+    """What a prompt needs that runs outside of the pool, and what puts it there."""
+    room = worker.bucket(job.chunks) * len(job.chunks)
+    # Keys tell rooms apart; the rest of what they hold is known once the chunk is traced.
+    stand_in: Any = SimpleNamespace(k=SimpleNamespace(shape=(0, room)))
+
+    def need(call: Callable[[Any, Any], StepCall]) -> Need:
+        key = call(stand_in, None).key
+        return Need(key, lambda: of_shapes(call(*_after(worker, job))))
+
+    yield Need(worker.chunk_call(job).key, lambda: of_shapes(_chunk(worker, job)))
+    if job.repetitions:
+        yield need(lambda prompt, _: worker.repeat_call(job, prompt))
+    if job.retains:
+        yield need(lambda prompt, _: worker.place_call(job, prompt, worker.config.num_rows))
+    else:
+        yield need(
+            lambda prompt, logits: worker.insert_call(
+                request, prompt, logits, worker.config.num_rows, top
+            )
+        )
+
+
+def _chunk(worker: Worker, job: PromptJob) -> StepCall:
+    """The call of a job's chunks, with the shapes of what is there of its prompt."""
+    if not job.in_pool and len(job.chunks) > 1:
+        job = dataclasses.replace(job, prompt=jax.eval_shape(lambda: worker.scratch(job)))
+    return worker.chunk_call(job)
+
+
+def _after(worker: Worker, job: PromptJob) -> Any:
+    """The shapes of what a job's last chunk gives."""
+    call = _chunk(worker, job)
+    return call.step.eval_shape(*call.args)  # type: ignore[attr-defined]
+
+
+def _logits(worker: Worker, job: PromptJob) -> Any:
+    return _after(worker, job)[1]
+
+
+def of_shapes(call: StepCall) -> StepCall:
+    """A call that holds no array."""
+    return call._replace(args=tuple(jax.tree.map(_shape, arg) for arg in call.args))
+
+
+def without_state(worker: Worker) -> Worker:
+    """A worker whose calls can be built at any time, by any thread: it has the shapes of the cache
+    and the slot states, which come and go with each step."""
+    worker = copy.copy(worker)
+    worker.cache, worker.state = jax.tree.map(_shape, (worker.cache, worker.state))
+    return worker
+
+
+def _shape(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    where = x.sharding if x.committed else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=x.weak_type)

@@ -1,0 +1,269 @@
+"""Steps that are new compile beside the rounds: who needs them waits in the queue, and nobody else.
+
+Compilations are made slow by an event, so no time decides anything here.
+"""
+
+import asyncio
+import logging
+import re
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import jax
+import pytest
+
+from kvjax.cache import CompressionConfig
+from kvjax.engine.async_llm import AsyncLLM
+from kvjax.engine.compilation import StepCall
+from kvjax.engine.request import RequestOutput
+from tests.engine.serving import FULL, alone, assert_empty, greedy, prompts_of
+from tests.engine.test_async_llm import make, run, settled
+
+SHORT, LONG = 20, 60
+"""Lengths of two classes: a chunk, and two of them."""
+
+
+class Gate:
+    """Holds up the compilation of some steps, or fails it."""
+
+    def __init__(self, llm: AsyncLLM, which: Callable[[StepCall], bool]):
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self.tried = 0
+        compiled = llm.llm.worker.compiled
+        add = compiled.add
+
+        def slow(call: StepCall) -> None:
+            if which(call):
+                self.tried += 1
+                self.reached.set()
+                assert self.open.wait(60)
+                if self.error is not None:
+                    raise self.error
+            add(call)
+
+        compiled.add = slow  # type: ignore[method-assign]
+
+
+def of_long_prompts(call: StepCall) -> bool:
+    return call.key.step == "prefill in scratch"
+
+
+async def reached(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 60)
+
+
+async def last_of(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in outputs][-1]
+
+
+def metric(llm: AsyncLLM, name: str) -> float:
+    return llm.metrics.as_dict()[f"kvjax_{name}"]
+
+
+@asynccontextmanager
+async def gated(params, which=of_long_prompts, **config):
+    """An engine whose gate is opened in the end, whatever happens."""
+    async with make(params, **config) as llm:
+        gate = Gate(llm, which)
+        try:
+            yield llm, gate
+        finally:
+            gate.open.set()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_params):
+    return alone(tiny_params, prompts_of(SHORT, LONG), greedy(20))
+
+
+def test_others_go_on_and_overtake_while_a_step_compiles(tiny_params, expected):
+    async def main():
+        async with gated(tiny_params) as (llm, gate):
+            running = llm.add(prompts_of(SHORT)[0], greedy(200))
+            await anext(running)
+            waits = asyncio.create_task(last_of(llm.add(prompts_of(LONG)[0], greedy(20))))
+            await reached(gate.reached)
+            before = metric(llm, "output_tokens_total")
+            behind = await last_of(llm.add(prompts_of(SHORT)[0], greedy(20)))
+            assert behind.token_ids == expected[0]
+            assert metric(llm, "output_tokens_total") >= before + 20
+            assert not waits.done()
+            assert metric(llm, "requests_compiling") == 1
+            assert metric(llm, "requests_waiting") == 1
+            assert metric(llm, "background_compilations_under_way") == 1
+            gate.open.set()
+            assert (await waits).token_ids == expected[1]
+            running.close()
+            await settled(llm)
+            assert metric(llm, "requests_compiling") == 0
+            assert metric(llm, "background_compilations_total") > 0
+            assert metric(llm, "background_compile_seconds_total") > 0
+            assert metric(llm, "compile_stalls_total") == 0
+            assert gate.tried == 1
+        assert_empty(llm.llm)
+
+    run(main())
+
+
+def test_a_step_that_does_not_compile_ends_who_needs_it(tiny_params, expected):
+    async def main():
+        async with gated(tiny_params) as (llm, gate):
+            gate.error = ValueError("no such kernel\nat all")
+            running = asyncio.create_task(last_of(llm.add(prompts_of(SHORT)[0], greedy(20))))
+            waits = asyncio.create_task(last_of(llm.add(prompts_of(LONG)[0], greedy(20))))
+            await reached(gate.reached)
+            gate.open.set()
+            failed = await waits
+            assert (failed.finish_reason, failed.token_ids) == ("error", ())
+            assert failed.error == "ValueError: no such kernel at all"
+            assert (await running).token_ids == expected[0]
+            # Whoever comes later tries again.
+            gate.error = None
+            again = await last_of(llm.add(prompts_of(LONG)[0], greedy(20)))
+            assert again.token_ids == expected[1]
+            assert gate.tried == 2
+            assert llm.dead is None
+        assert_empty(llm.llm)
+
+    run(main())
+
+
+def test_a_request_whose_steps_cannot_be_told_ends_alone(tiny_params, expected):
+    async def main():
+        async with make(tiny_params) as llm:
+            worker = llm.llm.worker
+            begin = worker.begin
+
+            def bad(request):
+                if len(request.prompt) == LONG:
+                    raise RuntimeError("no such chunk")
+                return begin(request)
+
+            worker.begin = bad  # type: ignore[method-assign]
+            both = llm.generate(prompts_of(SHORT, LONG), greedy(20))
+            good, failed = await both
+            assert good.token_ids == expected[0]
+            assert (failed.finish_reason, failed.error) == ("error", "RuntimeError: no such chunk")
+            assert llm.dead is None
+            assert metric(llm, "rounds_failed_total") == 0
+        assert_empty(llm.llm)
+
+    run(main())
+
+
+@pytest.mark.parametrize("leaves", ["abort", "deadline", "aclose", "reset"])
+def test_whoever_waits_for_a_step_can_leave(tiny_params, expected, leaves):
+    async def main():
+        async with gated(tiny_params) as (llm, gate):
+            deadline = 0.5 if leaves == "deadline" else None
+            outputs = llm.add(
+                prompts_of(LONG)[0], greedy(20), request_id="waits", deadline=deadline
+            )
+            waits = asyncio.create_task(last_of(outputs))
+            await reached(gate.reached)
+            if leaves == "abort":
+                llm.abort("waits")
+            elif leaves == "reset":
+                await llm.reset()
+            elif leaves == "aclose":
+                await llm.aclose()
+            output = await waits
+            ends = {"abort": "abort", "deadline": "deadline", "aclose": "abort", "reset": "error"}
+            assert output.finish_reason == ends[leaves]
+            assert not gate.open.is_set()
+            assert_empty(llm.llm)
+            gate.open.set()
+            if leaves != "aclose":
+                # What was compiled meanwhile is of use to the next.
+                later = await last_of(llm.add(prompts_of(LONG)[0], greedy(20)))
+                assert later.token_ids == expected[1]
+                assert gate.tried == 1
+
+    run(main())
+
+
+def test_draining_waits_for_the_step(tiny_params, expected):
+    async def main():
+        async with gated(tiny_params) as (llm, gate):
+            waits = asyncio.create_task(last_of(llm.add(prompts_of(LONG)[0], greedy(20))))
+            await reached(gate.reached)
+            ends = asyncio.create_task(llm.aclose(drain=True))
+            await asyncio.sleep(0.05)
+            assert not ends.done()
+            gate.open.set()
+            await ends
+            assert (await waits).token_ids == expected[1]
+
+    run(main())
+
+
+def test_a_batch_whose_step_compiles_runs_in_parts(tiny_params):
+    """And as one once it is there."""
+
+    def larger(call: StepCall) -> bool:
+        return call.key.step == "decode" and call.key.sizes[0] > 1
+
+    async def main():
+        async with gated(tiny_params, larger) as (llm, gate):
+            running = [llm.add(prompts_of(n)[0], greedy(200)) for n in (10, SHORT)]
+            for outputs in running:
+                await anext(outputs)
+            await reached(gate.reached)
+            for outputs in running:
+                await anext(outputs)
+            assert metric(llm, "batch_largest") == 1
+            gate.open.set()
+            while metric(llm, "batch_largest") == 1:
+                await anext(running[0])
+            for outputs in running:
+                outputs.close()
+
+    run(main())
+
+
+EVICTS = CompressionConfig(method="kv-compress", rate=2, floor=8, window=4)
+SUMS = CompressionConfig(method="h2o", rate=2, floor=8, compress_every=8)
+READS = CompressionConfig(method="kvzip", rate=2, floor=8)
+Kind = tuple[int, CompressionConfig, dict, bool]
+FEW: list[Kind] = [(SHORT, EVICTS, {"logprobs": 3}, True), (150, EVICTS, {}, False)]
+MANY: list[Kind] = [
+    (LONG, EVICTS, {"logprobs": 0}, False),
+    (LONG, SUMS, {}, False),
+    (30, READS, {}, False),
+    (40, FULL, {}, True),
+]
+SHARES = {"share_prefix": "always", "share_grain": 8, "retained_prefixes": 4}
+SHARES |= {"methods": ("kv-compress", "h2o", "kvzip"), "pool_tokens": 900}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "config"), [(FEW, {}), pytest.param(FEW + MANY, SHARES, marks=pytest.mark.slow)]
+)
+def test_nothing_compiles_in_the_engines_thread(tiny_params, caplog, kinds, config):
+    """Whatever a request brings: all its steps are known before it begins."""
+
+    async def main():
+        async with make(tiny_params, max_batch=2, **config) as llm:
+            for _ in range(2):
+                outputs = [
+                    llm.add(prompts_of(length)[0], greedy(12, **given), used, report_kept=kept)
+                    for length, used, given, kept in kinds
+                ]
+                for one in outputs:
+                    assert (await last_of(one)).error is None
+            assert metric(llm, "compile_stalls_total") == 0
+            assert metric(llm, "compile_seconds") == 0
+
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with caplog.at_level(logging.WARNING):
+            run(main())
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    steps = r"prefill\w*|repeat_again|start|place|share|insert|decode|compress_slots|empty|<lambda>"
+    ours = re.compile(rf"Compiling jit\(({steps})\)")
+    found = [record for record in caplog.records if ours.match(record.getMessage())]
+    assert len(found) > 5
+    assert {record.threadName.split("_")[0] for record in found} == {"kvjax compiler"}
