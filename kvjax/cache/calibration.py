@@ -7,12 +7,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from kvjax.cache.files import read_arrays, write_arrays
 from kvjax.checks import shown
 from kvjax.errors import UserError
 
@@ -43,18 +41,8 @@ class Calibration:
         Raises:
             UserError: there is no such file, or it is no calibration; names file and fault.
         """
-        path = Path(path)
-        try:
-            with safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                names = list(file.keys())
-                arrays = {name: file.get_tensor(name) for name in names}
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
-            reason = str(error).split("\n")[0]
-            raise UserError(
-                f"calibration {path}: {reason}; give a file that was saved whole"
-            ) from None
-        if metadata.get("format") != FORMAT or "model_hash" not in metadata:
+        metadata, arrays = read_arrays(path, "calibration", FORMAT)
+        if "model_hash" not in metadata:
             raise UserError(f"calibration {path}: wanted metadata of format {FORMAT!r}")
         try:
             recipe = json.loads(metadata.get("recipe", "{}"))
@@ -69,21 +57,8 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it, whole or not at all."""
-        path = Path(path)
-        metadata = {
-            "format": FORMAT,
-            "model_hash": self.model_hash,
-            "recipe": json.dumps(dict(self.recipe)),
-        }
-        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
-        part = path.with_name(path.name + ".part")
-        try:
-            save_file(arrays, part, metadata)
-            os.replace(part, path)
-        except OSError as error:
-            raise UserError(f"calibration {path}: {error.strerror or error}") from None
-        finally:
-            part.unlink(missing_ok=True)
+        metadata = {"model_hash": self.model_hash, "recipe": json.dumps(dict(self.recipe))}
+        write_arrays(path, "calibration", FORMAT, self.arrays, metadata)
 
     def check(self, model_hash: str, num_layers: int) -> None:
         """Raise `UserError` unless it is of this model."""

@@ -5,15 +5,13 @@ import hashlib
 import json
 import os
 from collections.abc import Hashable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.files import read_arrays, write_arrays
 from kvjax.checks import shown
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
@@ -57,20 +55,11 @@ def write(
     Raises:
         UserError: the file cannot be written.
     """
-    path = Path(path)
-    arrays = {f"held.{name}": np.asarray(x, order="C") for name, x in held.items()}
-    arrays["tokens"] = np.ascontiguousarray(tokens, np.int32)
+    arrays = {f"held.{name}": x for name, x in held.items()}
+    arrays["tokens"] = np.asarray(tokens, np.int32)
     if logits is not None:
         arrays["logits"] = np.asarray(logits, np.float32)
-    metadata = {"format": FORMAT, "kind": json.dumps(dataclasses.asdict(kind))}
-    part = path.with_name(path.name + ".part")
-    try:
-        save_file(arrays, part, metadata)
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(f"prefix {path}: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)
+    write_arrays(path, "prefix", FORMAT, arrays, {"kind": json.dumps(dataclasses.asdict(kind))})
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -79,18 +68,13 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.nda
     Raises:
         UserError: there is no such file, or it is no prefix; names file and fault.
     """
-    path = Path(path)
+    metadata, arrays = read_arrays(path, "prefix", FORMAT)
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            names = list(file.keys())
-            arrays = {name: file.get_tensor(name) for name in names}
         kind = json.loads(metadata.get("kind", "{}"))
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"prefix {path}: {reason}; give a file that was saved whole") from None
+    except ValueError as error:
+        raise UserError(f"prefix {path}: {error}; give a file that was saved whole") from None
     tokens = arrays.get("tokens")
-    if metadata.get("format") != FORMAT or not isinstance(kind, dict):
+    if not isinstance(kind, dict):
         raise UserError(f"prefix {path}: wanted metadata of format {FORMAT!r}")
     if tokens is None or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
         raise UserError(f"prefix {path}: it has no tokens; give a file that was saved whole")

@@ -78,7 +78,7 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvjax.cache.calibration.os.replace", full)
+    monkeypatch.setattr("kvjax.cache.files.os.replace", full)
     with pytest.raises(UserError, match=r"^calibration .*No space left"):
         Calibration({"weight": np.zeros(1)}, "def").save(path)
     assert Calibration.load(path).model_hash == "abc"
