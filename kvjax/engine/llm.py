@@ -91,7 +91,7 @@ class LLM:
         else:
             found = find_calibration(self.model) if self.compression.method == AUTO else None
         self.compression = self.compression.chosen(usual_method(found.arrays if found else ()))
-        own = as_method(self.compression.method)
+        own = self.compression.resolved
         self._usual = self.compression.method if own.compresses else UNCALIBRATED
         methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)

@@ -10,8 +10,9 @@ from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods import METHODS
-from kvjax.cache.policy import Allocator, LayerView
-from kvjax.cache.policy.method import PLAIN
+from kvjax.cache.policy import Allocator, DecodeRule, LayerView
+from kvjax.cache.policy.method import PLAIN, AttentionScorer, Method
+from kvjax.cache.store import Plane
 from kvjax.engine import LLM, EngineConfig
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
@@ -105,6 +106,26 @@ def test_it_runs_in_the_engine(tiny_params, tmp_path):  # noqa: F811
     while llm.has_unfinished():
         last |= {output.request_id: output for output in llm.step()}
     assert [last[name].token_ids for name in mixed] == [outputs[1].token_ids, alone[0]]
+
+
+def test_the_pool_has_room_for_what_the_settings_make_of_a_method(tiny_params):  # noqa: F811
+    """Planes that follow from a window that a request overrides."""
+    asked = CompressionConfig(Method("own", "", Windowed(window=3)), window=7)
+    llm = engine(tiny_params, compression=asked)
+    assert [plane.name for plane in llm.plan.spec.planes] == ["seen of 7"]
+    asked = dataclasses.replace(asked, max_cache_tokens=16)
+    llm.add_request(prompts_of(20)[0], greedy(), asked)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windowed(AttentionScorer):
+    window: int = 3
+
+    @property
+    def decode(self):
+        rule = DecodeRule()
+        rule.planes = (Plane(f"seen of {self.window}"),)  # type: ignore[misc]
+        return rule
 
 
 def test_what_it_needs_is_asked_for(tiny_params):  # noqa: F811
