@@ -71,20 +71,26 @@ def chosen_calibration(
     Raises:
         UserError: there is no such file, or it is of another model.
     """
-    if options.calibration == "auto" and not any(method.calibrated for method in methods):
-        return None
     from kvjax.engine.calibrate.shelf import find, load
 
-    if options.calibration == "auto":
-        if (found := find(model)) is not None:
-            return found
-        progress.clear()
-        print(
-            f"{model.config.name} is calibrated once, on texts of this package "
-            "(--calibration none switches it off)",
-            file=sys.stderr,
-        )
-    return load(options.calibration, model, TimeLeft(progress))
+    if options.calibration != "auto":
+        return load(options.calibration, model, TimeLeft(progress))
+    if not any(method.calibrated for method in methods):
+        return None
+    return find(model) or _made(model, progress)
+
+
+def _made(model: "LoadedModel", progress: Progress) -> "Calibration":
+    """A calibration of a model that has none, announced."""
+    from kvjax.engine.calibrate.shelf import make
+
+    progress.clear()
+    print(
+        f"{model.config.name} is calibrated once, on texts of this package "
+        "(--calibration none switches it off)",
+        file=sys.stderr,
+    )
+    return make(model, TimeLeft(progress))
 
 
 def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Progress) -> str:
@@ -104,13 +110,14 @@ def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Pr
     from kvjax.engine.calibrate.shelf import find
 
     if options.calibration == "auto":
-        options.calibration = find(model) or "none"
+        found = find(model)
         least, most = CALIBRATES_ITSELF
         size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
         soon = size >= least and (size <= most or jax.default_backend() != "cpu")
-        if options.calibration == "none" and soon and not options.dummy_weights:
-            options.calibration = "auto"
-    found = chosen_calibration(options, model, [get_method(CALIBRATED)], progress)
+        if found is None and soon and not options.dummy_weights:
+            found = _made(model, progress)
+    else:
+        found = chosen_calibration(options, model, [get_method(CALIBRATED)], progress)
     options.calibration = found or "none"
     return of_arrays(found.arrays if found else ())
 

@@ -355,12 +355,14 @@ def test_a_model_without_a_calibration_is_calibrated_at_first_use(
     model = load_model(weights=tiny_folder)
     arrays = dict.fromkeys(get_method(CALIBRATED).artefacts, np.zeros((TINY.num_layers, 1, 1)))
     made = Calibration(arrays, model.fingerprint)
-    monkeypatch.setattr(shelf, "find", lambda of: None)
-    monkeypatch.setattr(shelf, "find_or_make", lambda of, progress: made)
+    asked = []
+    monkeypatch.setattr(shelf, "find", lambda of: asked.append(of))
+    monkeypatch.setattr(shelf, "make", lambda of, progress: made)
     monkeypatch.setattr("kvjax.cli.models.CALIBRATES_ITSELF", (10**3, 10**9))
     options = argparse.Namespace(calibration="auto", dummy_weights=dummy)
     with Progress() as progress:
         assert usual_method(options, model, progress) == (UNCALIBRATED if dummy else CALIBRATED)
+    assert len(asked) == 1
     said = capsys.readouterr().err
     assert ("is calibrated once, on texts of this package" in said) is not dummy
     # A toy is not.

@@ -336,7 +336,7 @@ def test_calibrations_are_found_made_and_kept(model, fit, monkeypatch, tmp_path)
     monkeypatch.setattr(shelf, "QUICK", 4)
     assert shelf.find(model) is None
     assert shelf.load("none", model) is None
-    made = shelf.find_or_make(model)
+    made = shelf.make(model)
     kept = shelf.shelved(made.model_hash)
     assert kept.is_file()
     monkeypatch.setattr(shelf, "calibrate", lambda *args, **kwargs: pytest.fail("made twice"))
@@ -349,6 +349,21 @@ def test_calibrations_are_found_made_and_kept(model, fit, monkeypatch, tmp_path)
     with pytest.raises(UserError, match="the calibration is of model"):
         shelf.load(other, model)
     assert shelf.load(fit.calibration, model) is fit.calibration
+
+
+def test_weights_are_looked_at_where_a_calibration_may_be_theirs(model, fit, monkeypatch, tmp_path):
+    monkeypatch.setattr(shelf, "user_cache_dir", lambda: tmp_path)
+    fresh = dataclasses.replace(model)
+    assert shelf.find(fresh) is None
+    assert "fingerprint" not in vars(fresh)
+    # One that ships with as many layers.
+    fit.calibration.save(tmp_path / "ships.safetensors")
+    monkeypatch.setattr(shelf, "shipped", lambda: [tmp_path / "ships.safetensors"])
+    found = shelf.find(fresh)
+    assert found is not None
+    assert found.model_hash == fit.calibration.model_hash
+    dataclasses.replace(fit.calibration, model_hash="0" * 16).save(tmp_path / "ships.safetensors")
+    assert shelf.find(fresh) is None
 
 
 def test_what_ships_is_a_calibration_of_its_model():

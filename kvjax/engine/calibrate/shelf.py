@@ -29,32 +29,38 @@ def shelved(own_hash: str) -> Path:
 
 
 def find(model: LoadedModel) -> Calibration | None:
-    """The calibration of a model that is there already."""
-    own_hash = model.fingerprint
-    for path in (*shipped(), shelved(own_hash)):
-        if path.is_file():
-            try:
-                found = Calibration.load(path)
-                if found.model_hash == own_hash:
-                    found.check(own_hash, model.config.num_layers)
-                    return found
-            except UserError:
-                # A damaged file of the cache is made anew.
-                continue
-    return None
+    """The calibration of a model that is there already.
+
+    Weights are looked at only where there is one of a model with as many layers, or a shelf.
+    """
+    for path in shipped():
+        found = _of_model(path, model)
+        if found is not None:
+            return found
+    if not any(shelved("*").parent.glob("*.safetensors")):
+        return None
+    path = shelved(model.fingerprint)
+    return _of_model(path, model) if path.is_file() else None
 
 
-def find_or_make(
-    model: LoadedModel, progress: Progress = lambda what, done, total: None
-) -> Calibration:
-    """The calibration of a model; without one it is made and kept in the user's cache.
+def _of_model(path: Path, model: LoadedModel) -> Calibration | None:
+    """The calibration of a file, if it is of a model."""
+    try:
+        found = Calibration.load(path)
+        if any(len(array) != model.config.num_layers for array in found.arrays.values()):
+            return None
+        return found if found.model_hash == model.fingerprint else None
+    except UserError:
+        # A damaged file of the cache is made anew.
+        return None
+
+
+def make(model: LoadedModel, progress: Progress = lambda what, done, total: None) -> Calibration:
+    """Calibrate a model on texts of this package, and keep it in the user's cache.
 
     Raises:
         UserError: as `calibrate` says.
     """
-    found = find(model)
-    if found is not None:
-        return found
     settings = CalibrationSettings(
         tokens=min(600, model.config.max_position_embeddings // 3),
         # Minutes on a CPU, seconds elsewhere.
@@ -84,7 +90,7 @@ def load(
     if choice is None or choice == NONE:
         return None
     if choice == AUTO:
-        return find_or_make(model, progress)
+        return find(model) or make(model, progress)
     if isinstance(choice, Calibration):
         found = choice
     else:
