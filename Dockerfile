@@ -24,6 +24,6 @@ EXPOSE 8000
 
 HEALTHCHECK --start-period=10m --interval=15s --timeout=5s CMD python -c \
     "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"
-# Longer than --drain, which ends answers first.
+# SIGTERM drains. `docker stop` kills after 10 s: give it -t with more than --drain.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["kvjax", "serve", "--host", "0.0.0.0"]

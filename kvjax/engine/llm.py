@@ -156,6 +156,7 @@ class LLM:
                 self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
                 if request.sharing is not None:
                     warm_up_sharing(self.worker, request)
+                self.metrics.observe(self.scheduler, self.worker)
 
     def check_offers(self, method: str | Method) -> None:
         """Refuse a method that no request could bring.

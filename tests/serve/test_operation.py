@@ -1,5 +1,6 @@
 """Slow readers, logs, health, draining, and crowds."""
 
+import asyncio
 import json
 import logging
 import socket
@@ -147,3 +148,12 @@ def test_draining_has_an_end(serve):
     assert b"data: [DONE]" in answers[1]
     for data in answers:
         assert b'"code":"shutting_down"' in data
+
+
+def test_what_was_warmed_up_is_shown(serve):
+    """Before anybody has asked for anything."""
+    with serve(**ONE) as server:
+        assert server.metric("compiled_steps") == 0
+        warm = server.llm.warm_up([16])
+        asyncio.run_coroutine_threadsafe(warm, server._loop).result(300)
+        assert server.metric("compiled_steps") >= 4

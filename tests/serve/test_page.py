@@ -87,6 +87,49 @@ TEXT = "A text that is long enough to be compressed, about lighthouses and a num
 
 
 @pytest.mark.slow
+def test_a_chat_shows_what_its_cache_keeps(page, shared):
+    page.fill("#rate", "2")
+    assert "1/4" in page.text_content("#rate-note")
+    ask(page, TEXT)
+    cells = page.locator("#heat .cell")
+    assert cells.count() == 4
+    tokens = page.locator("#tokens span")
+    assert page.text_content("#tokens") == f"<user>{TEXT.strip()}<assistant>"
+    # Hovering a head marks the tokens that it holds, and no others.
+    with shared.client() as client:
+        body = {"messages": [{"role": "user", "content": TEXT.strip()}], "temperature": 0,
+                "max_tokens": 1, "compression": {"method": "kv-compress", "rate": 4},
+                "kvjax": {"detail": True}}  # fmt: skip
+        detail = client.post("/v1/chat/completions", json=body).json()["kvjax"]["detail"]
+    cells.nth(1).hover()  # the second layer's first head
+    label = cells.nth(1).get_attribute("aria-label")
+    assert label == f"layer 1, head 0: {detail['kept'][1][0]} KVs"
+    marked = page.locator("#tokens span.mine")
+    assert marked.count() == detail["kept"][1][0]
+    bits = bin(int("1" + detail["heads"][1][0], 16))[3:][: tokens.count()]
+    found = [
+        i for i in range(tokens.count()) if "mine" in (tokens.nth(i).get_attribute("class") or "")
+    ]
+    assert found == [i for i, bit in enumerate(bits) if bit == "1"]
+    # With the keyboard, too.
+    cells.first.focus()
+    page.keyboard.press("ArrowDown")
+    assert "Layer 0, head 1" in page.text_content("#heat-says")
+    page.focus("#tokens")
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    held = sum(int(bin(int("1" + h, 16))[3:][3]) for layer in detail["heads"] for h in layer)
+    assert f"held by {held} of 4 heads" in page.text_content("#tokens-says")
+    assert page.locator("#heat .holds").count() == held
+    # The same question with a full cache beside it.
+    page.get_by_text("Ask a full cache").click()
+    page.locator(".answer:not(.waiting)").nth(1).wait_for()
+    page.locator(".answer.full").get_by_text("Show its cache").click()
+    assert page.text_content("#f-rate") == "1.0×"
+    assert page.locator("#tokens span.gone").count() == 0
+
+
+@pytest.mark.slow
 def test_what_a_model_writes_is_text(page):
     chunk = {"choices": [{"index": 0, "delta": {"content": EVIL}, "finish_reason": None}]}
     detail = {"layers": 1, "kv_heads": 1, "tokens": [EVIL], "kept": [[1]], "heads": [["80"]]}
