@@ -111,20 +111,28 @@ def test_a_step_that_does_not_compile_ends_who_needs_it(tiny_params, expected):
     async def main():
         async with gated(tiny_params) as (llm, gate):
             gate.error = ValueError("no such kernel\nat all")
-            running = asyncio.create_task(last_of(llm.add(prompts_of(SHORT)[0], greedy(20))))
+            running = llm.add(prompts_of(SHORT)[0], greedy(200))
+            await anext(running)
             waits = asyncio.create_task(last_of(llm.add(prompts_of(LONG)[0], greedy(20))))
             await reached(gate.reached)
+            # It waits for steps of its own.
+            told = greedy(20, logprobs=0)
+            other = asyncio.create_task(last_of(llm.add(prompts_of(SHORT)[0], told)))
+            while metric(llm, "requests_compiling") < 2:
+                await asyncio.sleep(0.01)
             gate.open.set()
             failed = await waits
             assert (failed.finish_reason, failed.token_ids) == ("error", ())
             assert failed.error == "ValueError: no such kernel at all"
-            assert (await running).token_ids == expected[0]
+            assert (await other).token_ids == expected[0]
             # Whoever comes later tries again.
             gate.error = None
             again = await last_of(llm.add(prompts_of(LONG)[0], greedy(20)))
             assert again.token_ids == expected[1]
             assert gate.tried == 2
             assert llm.dead is None
+            running.close()
+            await settled(llm)
         assert_empty(llm.llm)
 
     run(main())
