@@ -1,4 +1,4 @@
-"""What calibrations choose, compared in a minute: development prompts, every choice by its mask.
+"""What calibrations choose, on development prompts: every choice by its mask.
 
 An evaluation writes what a method keeps to a cache and runs behind it. Here each prompt runs once
 with full attention, each calibration predicts what will be read of its KVs, the engine's own block

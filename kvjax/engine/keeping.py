@@ -20,11 +20,19 @@ class Keeper:
 
     def retain_ended(self, slots: Sequence[int]) -> None:
         """Retain what sequences hold that have come to their ends, for their next turns."""
-        for request in [r for r in self._scheduler.running if r.slot in slots]:
-            if request.sharing is None or request.finish_reason not in ("eos", "stop", "length"):
-                continue
-            # The last token has no KVs; behind a stop text there may be KVs of unknown tokens.
-            size = int(self._worker.cache.seq_len[request.slot])
+        ended = [
+            r
+            for r in self._scheduler.running
+            if r.slot in slots
+            and r.sharing is not None
+            and r.finish_reason in ("eos", "stop", "length")
+        ]
+        if not ended:
+            return
+        # The last token has no KVs; behind a stop text there may be KVs of unknown tokens.
+        sizes = np.array(self._worker.cache.seq_len)
+        for request in ended:
+            size = int(sizes[request.slot])
             prefixes = self._scheduler.prefixes
             if (begun := prefixes.find(request.sharing, request.prompt)) is not None:
                 # Of use until now: it outlives the ends of those that began with it.
