@@ -20,8 +20,10 @@ An entry:
     # equivalent = "why no test can tell"    # only for mutants that nothing distinguishes
 
 The tests run in copies of the tree in a temporary folder, so the tree itself may be edited
-meanwhile. They have to pass unmutated first. The last line is one JSON object; the exit code is 1
-if a mutant survives that is not marked equivalent, or could not be tried.
+meanwhile, and in forks of a process that has imported third-party packages (forks.py; --fresh
+starts a Python for each instead). They have to pass unmutated first. The last line is one JSON
+object; the exit code is 1 if a mutant survives that is not marked equivalent, or could not be
+tried.
 """
 
 import argparse
@@ -42,6 +44,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from forks import Forks
+
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
@@ -49,6 +53,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LISTS = Path("tests") / "mutants"
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "node_modules")
 PYTEST = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
+# Plugins that are imported already; what they assert is not at issue.
+PYTEST += ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 PASSED, FAILED, NOTHING_RAN = 0, 1, 5
 """Exit codes of pytest."""
 
@@ -166,8 +172,15 @@ class Bench:
     A context manager: leaving it ends what runs and removes the copies.
     """
 
-    def __init__(self, root: Path, copies: int):
+    def __init__(self, root: Path, copies: int, fresh: bool = False):
         self.root = root
+        data = root.parent / "shared" / "data"
+        self._environment = dict(os.environ)
+        # Bytecode in the copies saves time and soils nothing.
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        if data.is_dir():
+            self._environment.setdefault("KVJAX_DATA", str(data))
+        self._forks = None if fresh else Forks(root, self._environment)
         self._folder = Path(tempfile.mkdtemp(prefix="mutants-"))
         self._running: set[Run] = set()
         self.free = [self._folder / str(i) / root.name for i in range(copies)]
@@ -179,6 +192,8 @@ class Bench:
         with _uninterrupted():
             for run in self._running:
                 run.end()
+            if self._forks is not None:
+                self._forks.end()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def take_copy(self) -> Path:
@@ -190,12 +205,10 @@ class Bench:
 
     def start(self, folder: Path, *arguments: str, seconds: float) -> "Run":
         """Start Python in a copy of the project, for so long at most."""
-        data = self.root.parent / "shared" / "data"
-        environment = {**os.environ, "PYTHONPATH": str(folder)}
-        if data.is_dir():
-            environment.setdefault("KVJAX_DATA", str(data))
+        if self._forks is not None:
+            self._forks.wait_until_ready()
         with _uninterrupted():
-            run = Run(folder, arguments, environment, seconds)
+            run = Run(folder, arguments, self._forks or self._environment, seconds)
             self._running.add(run)
         return run
 
@@ -211,20 +224,28 @@ class Run:
     """A process in a copy of the project."""
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str], environment: dict[str, str], seconds: float
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        by: Forks | dict[str, str],
+        seconds: float,
     ):
+        """Start it as a fork, or with the variables of an environment."""
         self.began = time.perf_counter()
         self._seconds = seconds
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._output = tempfile.NamedTemporaryFile(dir=folder.parent)  # noqa: SIM115 (see `end`)
+        if isinstance(by, Forks):
+            self._process = by.start(folder, arguments, self._output.name)
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env={**by, "PYTHONPATH": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self.code: int | None = None
         """None while it runs, and if it was ended for its time."""
         self.output = ""
@@ -233,7 +254,8 @@ class Run:
     def is_done(self) -> bool:
         """Whether it has ended, by itself or because its time was up."""
         if not self._ended:
-            self.code = self._process.poll()
+            with _uninterrupted():
+                self.code = self._process.poll()
             if self.code is None and time.perf_counter() - self.began < self._seconds:
                 return False
             self.end()
@@ -246,7 +268,8 @@ class Run:
         self._ended = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with suppress(UserError):  # the process that was forked has ended too
+            self._process.wait()
         self._output.seek(0)
         self.output = self._output.read().decode(errors="replace")
         self._output.close()
@@ -412,6 +435,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the chosen mutants and stop")
     parser.add_argument("--jobs", type=int, default=1, help="at once (%(default)s)")
     parser.add_argument(
+        "--fresh", action="store_true", help="a new Python for each run of tests, not a fork"
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=180.0,
@@ -445,7 +471,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("no mutant is chosen: see --list")
     begin = time.perf_counter()
     outcomes: list[Outcome] = []
-    with Bench(root, options.jobs) as bench:
+    with Bench(root, options.jobs, options.fresh) as bench:
         for outcome in try_all(bench, mutants, options.timeout):
             outcomes.append(outcome)
             count = f"[{len(outcomes)}/{len(mutants)}]"

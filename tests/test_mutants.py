@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvjax.cli import main_of
+from kvjax.errors import UserError
 from tests.scripts.conftest import SCRIPTS, load_script
 
-MUTANTS = load_script("mutants")
+MUTANTS, FORKS = load_script("mutants"), load_script("forks")
 REPOSITORY = SCRIPTS.parent
 AREAS = {"cache", "cli", "engine", "eval", "kernels", "models", "prefix", "rounds"}
 LEAST = 350
@@ -146,7 +150,7 @@ def test_survivors_and_errors_decide_the_exit_code(capsys, tmp_path):
         ("error", ["no-such-line"], 1),
     ):
         root = toy_project(tmp_path / name, names)
-        assert run_tool(capsys, "--root", root)[0] == code
+        assert run_tool(capsys, "--root", root, "--fresh")[0] == code
 
 
 def test_mutants_are_chosen_by_name_area_and_slice(capsys, tmp_path):
@@ -187,7 +191,8 @@ def test_a_list_that_is_wrong_is_named(capsys, tmp_path, entry):
     assert "wrong.toml" in line
 
 
-def test_an_interruption_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interruption_leaves_nothing_behind(tmp_path, number):
     root = toy_project(tmp_path, ["never-ends"])
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -197,6 +202,7 @@ def test_an_interruption_leaves_nothing_behind(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
+        cwd=temporary,
     )
     source = None
     while process.poll() is None:
@@ -204,8 +210,109 @@ def test_an_interruption_leaves_nothing_behind(tmp_path):
         if source is not None and source.exists() and "x - most" in source.read_text():
             break
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert list(temporary.iterdir()) == []
+    if number == signal.SIGKILL:  # what it has started notices by itself
+        deadline = time.monotonic() + 60
+        while working_in(temporary) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    else:
+        assert process.returncode == 128 + number, err
+        assert list(temporary.iterdir()) == []
+    assert working_in(temporary) == []
+
+
+def working_in(folder: Path) -> list[str]:
+    """The processes whose working directory is a folder or within it."""
+    found = []
+    for process in psutil.process_iter(["cwd", "cmdline"]):
+        where = process.info["cwd"]
+        if where and Path(where).is_relative_to(folder):
+            found.append(f"{where}: {process.info['cmdline']}")
+    return found
+
+
+CONFTEST = """
+import os
+
+os.environ["JAXTYPING_DISABLE"] = "1"
+"""
+TELL = """
+import json, os, signal, subprocess, sys
+import jaxtyping, toy
+
+child = [sys.executable, "-c", "import toy; print(toy.__file__)"]
+print(json.dumps({
+    "toys": [toy.__file__, subprocess.check_output(child, text=True).strip()],
+    "variable, as seen when jaxtyping was imported": jaxtyping.config.jaxtyping_disable,
+    "cwd": os.getcwd(),
+    "PYTHONPATH": os.environ["PYTHONPATH"],
+    "other folders": [path for path in sys.path if path not in ("", os.getcwd())],
+    "argv": sys.argv,
+    "stdin": sys.stdin.read(),
+    "own": [os.getpid() == number for number in (os.getsid(0), os.getpgrp())],
+    "interruption": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "descriptors": sorted(os.listdir("/dev/fd")),
+}))
+print("Ende", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@contextmanager
+def toy_forks(root: Path, preload: str = "") -> Iterator:
+    """The process whose forks run the toy's tests, with other settings and a conftest.py."""
+    (root / "pyproject.toml").write_text(f"[tool.mutants]\npreload = [{preload}]\n")
+    (root / "tests" / "conftest.py").write_text(CONFTEST)
+    forks = FORKS.Forks(root, dict(os.environ))
+    try:
+        yield forks
+    finally:
+        forks.end()
+
+
+def test_a_fork_is_like_a_process_of_its_own(tmp_path):
+    root = toy_project(tmp_path, [])
+    output = tmp_path / "output"
+    for arguments in (["-c", TELL, "one", "two"], ["-m", "toy.tell", "three"]):
+        (root / "toy" / "tell.py").write_text(TELL)
+        variables = {"PYTHONPATH": str(root), "JAXTYPING_DISABLE": "1"}
+        whole = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=root,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        output.touch()
+        with toy_forks(root, '"jaxtyping"') as forks:
+            forks.wait_until_ready()
+            fork = forks.start(root, arguments, str(output))
+            fork.wait()
+            assert fork.poll() == whole.returncode == 7
+        told, end = output.read_text().splitlines()
+        assert json.loads(told) == json.loads(whole.stdout.splitlines()[0])
+        assert end == "Ende"
+
+
+def test_forks_have_what_is_imported_once_and_nothing_of_the_project(tmp_path, capfd):
+    root = toy_project(tmp_path, [])
+    output = tmp_path / "output"
+    output.touch()
+    with toy_forks(root, '"jaxtyping", "this"') as forks:  # the latter prints
+        forks.wait_until_ready()
+        forks.start(
+            root, ["-c", "import sys; print('jaxtyping' in sys.modules)"], str(output)
+        ).wait()
+        assert output.read_text() == "True\n"
+        killed = forks.start(root, ["-c", "import os; os.kill(os.getpid(), 9)"], str(output))
+        killed.wait()
+        assert killed.poll() == -signal.SIGKILL
+    (root / "this.py").touch()
+    for preload, complaint in (('"toy"', "No module named 'toy'"), ('"this"', "not import this")):
+        with toy_forks(root, preload) as forks, pytest.raises(UserError, match="--fresh"):
+            forks.wait_until_ready()
+        assert complaint in capfd.readouterr().err
