@@ -248,6 +248,7 @@ print(json.dumps({
     "variable, as seen when jaxtyping was imported": jaxtyping.config.jaxtyping_disable,
     "cwd": os.getcwd(),
     "PYTHONPATH": os.environ["PYTHONPATH"],
+    "first folder": os.path.abspath(sys.path[0]),
     "other folders": [path for path in sys.path if path not in ("", os.getcwd())],
     "argv": sys.argv,
     "stdin": sys.stdin.read(),

@@ -16,7 +16,8 @@ from kvjax.models.decoder import init_params
 from kvjax.models.fingerprint import model_hash
 from tests.engine.conftest import TINY
 
-ARRAYS = {"weight": np.arange(6, dtype=np.float32).reshape(3, 2), "bias": np.ones(3, np.float16)}
+# One that does not lie in memory in the order of its axes.
+ARRAYS = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3).T, "bias": np.ones(3, np.float16)}
 
 
 def test_what_was_saved_is_loaded(tmp_path):
@@ -55,6 +56,8 @@ def damaged(folder):
     save_file(ARRAYS, folder / "weights")
     yield folder / "weights", "wanted metadata of format"
     told = {"format": "kvjax-calibration-1", "model_hash": "abc", "recipe": "{"}
+    save_file(ARRAYS, folder / "other", {**told, "format": "kvjax-calibration-0", "recipe": "{}"})
+    yield folder / "other", "wanted metadata of format"
     save_file(ARRAYS, folder / "recipe", told)
     yield folder / "recipe", "its recipe is no JSON"
     save_file(ARRAYS, folder / "list", {**told, "recipe": "[]"})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from kvjax.engine.calibrate.generated import Draw, generated_text
 from kvjax.engine.calibrate.practice import Practice, practise
 from kvjax.eval.tasks.wordings import FACTS, KEYS, LISTS, NEEDLES, PASSKEYS
 from kvjax.models import load_model
+from kvjax.models.tokenizer import ByteTokenizer
 from tests.oracle.eviction import cheapest_blocks, eviction_count
 from tests.tiny import write_tiny
 
@@ -160,15 +162,18 @@ def test_what_all_predictions_share_has_no_slope(model, fitted, studied):
     assert abs(own.sum()) < 1e-3 * np.abs(own).sum()
 
 
-def test_an_exercise_asks_what_the_context_says(model):
+def test_an_exercise_asks_what_the_context_says():
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = "<user>{{ messages[0].content }}</user>"
+    head, suffix = turn_of(tokenizer)
+    assert (head, suffix) == ("<user>", "</user>")
     seen = set()
     for number in range(16):
-        found = exercise(model.tokenizer, TEXTS, number, 900)
-        again = exercise(model.tokenizer, TEXTS, number, 900)
+        found = exercise(tokenizer, TEXTS, number, 900)
+        again = exercise(tokenizer, TEXTS, number, 900)
         assert (found.context, found.said) == (again.context, again.said)
         assert len(found.context) <= 900
-        text = model.tokenizer.decode(found.context)
-        head, suffix = turn_of(model.tokenizer)
+        text = tokenizer.decode(found.context)
         assert text.startswith(head)
         seen.add(len(found.said))
         context, length, said, counted = found.padded(960)
@@ -182,18 +187,28 @@ def test_an_exercise_asks_what_the_context_says(model):
             assert said.shape == (ASKED + 1, SAID)
             goes_on = found.first[-1] == 0
             seen.add(goes_on)
-            passage = model.tokenizer.decode(
-                found.said[-1] if goes_on else found.said[-1][-QUOTED:]
-            )
+            passage = tokenizer.decode(found.said[-1] if goes_on else found.said[-1][-QUOTED:])
             assert passage in (TEXTS[number % 4] if goes_on else text)
+            request = tokenizer.decode(found.said[-1][:-QUOTED])
+            assert goes_on or request.endswith(suffix)
             assert len(found.said[-1]) <= SAID
+        for ids, first in list(zip(found.said, found.first))[:ASKED]:
+            answer = tokenizer.decode(ids[first + 1 if first else 0 :])
+            missing = set(re.findall(r"\w{4,}", answer)) - set(re.findall(r"\w+", text))
+            assert missing <= {"hidden"}, (number, answer)
         for row, (ids, first) in enumerate(zip(found.said, found.first)):
             last = min(len(ids), said.shape[1]) - 1
             assert not counted[row, :first].any()
             assert counted[row, first:last].all()
             assert not counted[row, last:].any()
+        tight = exercise(tokenizer, TEXTS, number, 200)
+        assert len(tight.context) <= 200
+        if len(tight.said) == 1:
+            assert tokenizer.decode(tight.context).endswith(suffix)
     assert seen == {False, True, ASKED + 1}
-    assert exercise(model.tokenizer, TEXTS, 0, 900) != exercise(model.tokenizer, TEXTS, 4, 900)
+    # Of one text: from its beginning, and twice from elsewhere.
+    a, b, c = (exercise(tokenizer, TEXTS, number, 900) for number in (0, 4, 8))
+    assert a != b != c
 
 
 def test_exercises_share_no_wording_with_the_evaluation():
