@@ -26,7 +26,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 
 class Forks:
@@ -100,32 +100,33 @@ class Fork:
 
 def serve(root: Path) -> list[str]:
     """What the process that is forked does. Returns in the forks: their arguments."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.dup(1)
     os.dup2(2, 1)  # what an import prints is no answer
     preload(root)
-    _say(answers, True)
     running: set[int] = set()
-    for line in iter(sys.stdin.readline, ""):
-        request = json.loads(line)
-        if pid := request.get("poll"):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            running -= {ended}
-            _say(answers, os.waitstatus_to_exitcode(status) if ended else None)
-        elif pid := os.fork():
-            running.add(pid)
-        else:
-            become(request["folder"], request["output"])
-            _say(answers, os.getpid())  # not sooner: its group is there to be ended from now on
-            answers.close()
-            return request["arguments"]
+    with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
+        _say(answers, True)
+        for line in iter(sys.stdin.readline, ""):
+            request = json.loads(line)
+            if pid := request.get("poll"):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                running -= {ended}
+                _say(answers, os.waitstatus_to_exitcode(status) if ended else None)
+            elif pid := os.fork():
+                running.add(pid)
+            else:
+                become(request["folder"], request["output"])
+                _say(answers, os.getpid())  # not sooner: its group is there to be ended from now on
+                os.close(answers)
+                return request["arguments"]
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     sys.exit()
 
 
-def _say(answers: TextIO, answer: Any) -> None:
-    print(json.dumps(answer), file=answers, flush=True)
+def _say(answers: int, answer: Any) -> None:
+    os.write(answers, f"{json.dumps(answer)}\n".encode())
 
 
 def preload(root: Path) -> None:
