@@ -107,6 +107,10 @@ def test_answers_that_the_full_cache_does_not_give_are_left_out(comparison, toke
         ("two", "own", 1.0), ("two", "own", 8.0), ("two", "b", 1.0), ("two", "b", 8.0)
     ]  # fmt: skip
     assert found[0]["em"] == 1
+    # Behind a whole prompt the first token is the full cache's, and it is not the second's like.
+    assert said[0] != said[1]
+    whole = comparison.compare(comparison.look(right), right.cut("prompt"), [1.0])
+    assert next(whole)["em"] == 1
     goes_on = dataclasses.replace(ROW, metric="nll")
     one, _ = results(comparison, [(goes_on, tokens)], ["chat"], [8.0], lambda *at: None)
     assert one["em"] is None
