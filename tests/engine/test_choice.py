@@ -148,11 +148,13 @@ def test_the_gradient_leads_down(model, fitted, studied):
     size = float(jnp.sqrt(sum(jnp.sum(x**2) for x in slope)))
     assert size > 0
     # Steps of some length: what stays changes by whole KVs.
-    better = []
-    for step in (0.5, 1.0, 2.0):
-        change = Change(*(-step * x / size for x in slope))
-        better.append(float(value_of(model, fitted, studied, 8, change)[0]) < float(value))
-    assert any(better)
+    found = {}
+    for step in (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0):
+        change = Change(*(step * x / size for x in slope))
+        found[step] = float(value_of(model, fitted, studied, 8, change)[0])
+    down, up = ([x for step, x in found.items() if step * sign > 0] for sign in (-1, 1))
+    assert min(down) < float(value)
+    assert sum(down) < sum(up)
 
 
 def test_what_all_predictions_share_has_no_slope(model, fitted, studied):
@@ -263,3 +265,19 @@ def test_training_that_gains_nothing_changes_nothing(model, fitted, monkeypatch)
     np.testing.assert_array_equal(found.weight, fitted.weight)
     np.testing.assert_array_equal(found.extra, fitted.extra)
     assert found.before == found.after
+
+
+def test_a_step_that_is_no_number_teaches_nothing(model, fitted, monkeypatch):
+    """Of a bowl, whose slope is no number where the blocks are odd."""
+
+    def bowl(config, change, fitted, params, of, blocks):
+        far = sum(jnp.sum((x - 1) ** 2) for x in change)
+        odd = blocks % 2 == 1
+        return far + jnp.sqrt(jnp.where(odd, 0 * far, 1)) - ~odd
+
+    monkeypatch.setattr(practising, "HELD_OUT", 1)
+    monkeypatch.setattr(practising, "loss", bowl)
+    monkeypatch.setattr(practising, "study", lambda config, params, context, *rest: context)
+    found = practise(model, TEXTS, fitted, PRACTICE)
+    assert all(found.after[rate] < found.before[rate] for rate in found.before)
+    assert not np.array_equal(found.weight, fitted.weight)
