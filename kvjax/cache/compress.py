@@ -17,6 +17,7 @@ from kvjax.cache.evict import (
     eviction_scores,
     head_rows,
     schedule_evictions,
+    shares_of,
 )
 from kvjax.cache.move import move_cache
 from kvjax.cache.policy.allocate import BlockCosts, Budget
@@ -24,7 +25,7 @@ from kvjax.cache.policy.block_cost import block_costs
 from kvjax.cache.policy.method import PLAIN, Method
 from kvjax.cache.policy.score import Artefacts, LayerView, Scores
 from kvjax.cache.policy.select import Candidates, evicted_kvs
-from kvjax.cache.store import PagedCache, blocks_for, gathered, valid_slots, write_prompt
+from kvjax.cache.store import PagedCache, blocks_for, gathered, summed, valid_slots, write_prompt
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -34,8 +35,10 @@ class CompressReport:
     """What a compression did, in blocks per compressed sequence."""
 
     freed: Int32[Array, " G"]
+    """Of this device's heads."""
     shortfall: Int32[Array, " G"]
-    """Blocks over the budget that could not be evicted (protected KVs, last blocks of heads)."""
+    """Blocks over the budget that could not be evicted (protected KVs, last blocks of heads), over
+    all devices."""
 
 
 def compress(
@@ -69,10 +72,11 @@ def compress(
         cache = scored_anew(cache, slots, method, artefacts)
     context_len = cache.context_len.at[slots].get(mode="fill", fill_value=0)
     owned = jnp.sum(blocks_for(context_len, cache.block_size), axis=(1, 2))
+    in_all = summed(cache.shard, owned)
     schedule = schedule_evictions(
         cache,
         slots,
-        jnp.maximum(0, owned - jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0)),
+        jnp.maximum(0, in_all - jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0)),
         method,
         artefacts=artefacts,
         max_kvs_per_step=max_kvs_per_step,
@@ -83,7 +87,7 @@ def compress(
         # Those whose copies did not fit have kept everything.
         held = cache.context_len.at[slots].get(mode="fill", fill_value=0)
         given = owned - jnp.sum(blocks_for(held, cache.block_size), axis=(1, 2))
-        freed, shortfall = given, shortfall + freed - given
+        freed, shortfall = given, shortfall + summed(cache.shard, freed - given)
     return cache, CompressReport(freed, shortfall)
 
 
@@ -151,27 +155,33 @@ def write_survivors(
     """
     b = cache.block_size
     num_layers, num_tokens, num_heads, _ = k.shape
-    heads = (num_layers, num_heads)
+    heads, shard = (num_layers, num_heads), cache.shard
     given = jnp.asarray(length, jnp.int32)
     empty = cache.seq_len[slot] == 0
     length = jnp.clip(given, 0, num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    context_len = jnp.broadcast_to(length, heads)
+    context_len = cache.of_heads(length)
     if not isinstance(scores, Scores):
         scores = Scores(scores)
     owned = blocks_for(context_len, b)
-    keep = jnp.minimum(jnp.sum(owned), jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0))
-    budget = Budget.of(keep, length, method.protected, method.protected_share, (*heads, b))
+    keep = jnp.minimum(
+        summed(shard, jnp.sum(owned)), jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0)
+    )
+    shape = (num_layers, cache.all_kv_heads, b)
+    budget = Budget.of(keep, length, method.protected, method.protected_share, shape)
     position = jnp.broadcast_to(token, scores.metric.shape)
+    seq_len = jnp.broadcast_to(length, heads)
     order, single = eviction_scores(
-        method, scores.metric, scores.state, position, context_len, context_len, budget.protected
+        method, scores.metric, scores.state, position, context_len, seq_len, budget.protected
     )
     layer = jnp.arange(num_layers, dtype=jnp.int32)
-    shares = jax.vmap(lambda s, l: method.allocator.shares(s, l, budget, artefacts))(order, layer)
+    shares = shares_of(method, order, layer, budget, artefacts, shard, budget_axis=None)
     padded = jnp.pad(order, ((0, 0), (0, 0), (0, -num_tokens % b)), constant_values=jnp.inf)
     same = method.selector.scope == "layer"
     costs = BlockCosts(block_costs(padded, context_len, b), owned, shares, same)
-    blocks, count, threshold, shortfall = decide(method, costs, context_len, budget, artefacts)
+    blocks, count, threshold, shortfall = decide(
+        method, costs, context_len, budget, artefacts, shard
+    )
     held_k = jnp.swapaxes(k, 1, 2) if method.selector.needs_keys else None
     evicted = evicted_kvs(
         method.selector,
@@ -179,14 +189,14 @@ def write_survivors(
             order, single, position, context_len, count, threshold, scores.query_heads, held_k
         ),
     )
-    kept = ~evicted & (token < length)
+    kept = ~evicted & (token < context_len[..., None])
     if method.merger is not None:
         k_rows, v_rows = method.merger.fold(
             jnp.swapaxes(k, 1, 2),
             jnp.swapaxes(v, 1, 2),
             position,
             order,
-            evicted & (token < length),
+            evicted & (token < context_len[..., None]),
             kept,
         )
         k = jnp.swapaxes(k_rows, 1, 2).astype(k.dtype)
@@ -203,7 +213,7 @@ def write_survivors(
         scores.metric,
         jnp.where(empty, given, -1),
         kept_index=kept_index,
-        kept_len=length - count,
+        kept_len=context_len - count,
         state=scores.state,
     )
     return cache, CompressReport(jnp.sum(blocks)[None], shortfall[None]), ok

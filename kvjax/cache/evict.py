@@ -21,7 +21,15 @@ from kvjax.cache.policy.block_cost import block_costs, given_up
 from kvjax.cache.policy.method import PLAIN, Method
 from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.policy.select import Candidates, evictable_kvs, evicted_kvs
-from kvjax.cache.store import KVPool, PagedCache, blocks_for, gathered, valid_slots
+from kvjax.cache.store import (
+    HeadShard,
+    KVPool,
+    PagedCache,
+    blocks_for,
+    gathered,
+    summed,
+    valid_slots,
+)
 
 NOTHING: Artefacts = MappingProxyType({})
 """No calibrated arrays."""
@@ -169,14 +177,46 @@ def decide(
     context_len: Int32[Array, "L H"],
     budget: Budget,
     artefacts: Artefacts,
+    shard: HeadShard | None = None,
 ) -> Decision:
-    """Split a budget by the costs of blocks; what a head cannot give up it keeps."""
-    kept = method.allocator.split(costs, budget, artefacts)
+    """Split a budget by the costs of blocks; what a head cannot give up it keeps.
+
+    With a shard, a budget of all heads, of which these are one device's.
+    """
+    if shard is None:
+        kept = method.allocator.split(costs, budget, artefacts)
+    else:
+        kept = method.allocator.split_of_shard(costs, budget, artefacts, shard)
     kept = jnp.clip(kept, costs.least, costs.owned)
     blocks = costs.owned - kept
     count, threshold = given_up(costs.cost, blocks, context_len, budget.block_size)
-    over = jnp.sum(kept) - method.allocator.allowed(budget, artefacts)
+    over = summed(shard, jnp.sum(kept)) - method.allocator.allowed(budget, artefacts)
     return Decision(blocks, count, threshold, jnp.maximum(over, 0))
+
+
+def shares_of(
+    method: Method,
+    scores: Float[Array, "R H T"],
+    layer: Int32[Array, " R"],
+    budget: Budget,
+    artefacts: Artefacts,
+    shard: HeadShard | None,
+    budget_axis: int | None = 0,
+) -> Float[Array, "R H"]:
+    """What the allocator says of each head of some layers, with a budget for each or one for all
+    (`budget_axis` None)."""
+    of, own = method.allocator, None
+    if shard is not None:
+        own = jax.tree.map(lambda number: number[layer], shard)
+
+    def one(s, l, b, o):
+        return (
+            of.shares(s, l, b, artefacts)
+            if o is None
+            else of.shares_of_shard(s, l, b, artefacts, o)
+        )
+
+    return jax.vmap(one, (0, 0, budget_axis, 0))(scores, layer, budget, own)
 
 
 def schedule_evictions(
@@ -200,13 +240,14 @@ def schedule_evictions(
         max_kvs_per_step: KVs sorted at once (static); bounds the temporaries, never the result.
     """
     slots = valid_slots(cache, slots)
-    shape = (cache.num_layers, cache.num_kv_heads, cache.block_size)
+    shard = cache.shard
+    shape = (cache.num_layers, cache.all_kv_heads, cache.block_size)
     context_len = cache.context_len.at[slots].get(mode="fill", fill_value=0)
     seq_len = cache.seq_len.at[slots].get(mode="fill", fill_value=0)
     evict = jnp.maximum(jnp.asarray(evict, jnp.int32), 0)
     owned = blocks_for(context_len, cache.block_size)
     budgets = jax.vmap(lambda k, s, p: Budget.of(k, s, p, method.protected_share, shape))(
-        jnp.sum(owned, axis=(1, 2)) - evict,
+        summed(shard, jnp.sum(owned, axis=(1, 2))) - evict,
         seq_len,
         jnp.broadcast_to(jnp.asarray(method.protected, jnp.int32), slots.shape),
     )
@@ -217,13 +258,11 @@ def schedule_evictions(
         budget = jax.tree.map(lambda x: x[group], budgets)
         numbers = (cache.metric, cache.position, cache.state)
         scores = row_scores(method, numbers, rows, budget.protected).scores
-        shares = jax.vmap(lambda s, l, b: method.allocator.shares(s, l, b, artefacts))(
-            scores, layer, budget
-        )
+        shares = shares_of(method, scores, layer, budget, artefacts, shard)
         return block_costs(scores, rows[1], cache.block_size), shares
 
     slot, layer, group = row_batches(cache, slots, max_kvs_per_step)
-    heads = (slots.shape[0], *shape[:2])
+    heads = (slots.shape[0], cache.num_layers, cache.num_kv_heads)
 
     def by_group(x):
         return x.reshape(-1, *x.shape[2:])[: heads[0] * heads[1]].reshape(*heads, *x.shape[3:])
@@ -231,7 +270,7 @@ def schedule_evictions(
     cost, shares = jax.tree.map(by_group, jax.lax.map(costs_of, (slot, layer, group)))
     same = method.selector.scope == "layer"
     decided = jax.vmap(
-        lambda c, o, s, n, b: decide(method, BlockCosts(c, o, s, same), n, b, artefacts)
+        lambda c, o, s, n, b: decide(method, BlockCosts(c, o, s, same), n, b, artefacts, shard)
     )(cost, owned, shares, context_len, budgets)
     return EvictionSchedule(slots, *decided, budgets.protected, method)
 

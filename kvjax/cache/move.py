@@ -23,6 +23,7 @@ from kvjax.cache.policy.merge import Merger
 from kvjax.cache.store import (
     KVPool,
     PagedCache,
+    agreed,
     blocks_for,
     drop_blocks,
     free_blocks,
@@ -140,7 +141,7 @@ def _unshared(
     copies = touched & (cache.shared.at[table].get(mode="fill", fill_value=0) > 0)
     needed = jnp.sum(copies, axis=(1, 2, 3))
     fits = (needed == 0) | (jnp.cumsum(needed) <= free_blocks(cache))
-    fits = fits[:, None, None]
+    fits = agreed(cache.shard, fits)[:, None, None]
     cache, table, _ = unshare(cache, table, copies & fits[..., None])
     schedule = dataclasses.replace(
         schedule,

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int32
 from kvjax.cache.methods.pyramidkv import Pyramid
 from kvjax.cache.methods.snapkv import METHODS as SNAPKV
 from kvjax.cache.policy.allocate import ByLayer, CheapestBlocks, EvenHeads, EvenLayers
-from kvjax.cache.policy.block_cost import smallest
+from kvjax.cache.policy.block_cost import least_of_each, smallest
 from kvjax.cache.policy.checks import check_numbers
 from kvjax.cache.policy.method import Method
+from kvjax.cache.store import HeadShard
 
 _W32, _KVPRESS = SNAPKV[1], SNAPKV[3]
 
@@ -38,17 +39,37 @@ class Ada(EvenHeads):
         tokens: Float[Array, ""],
         protected: Int32[Array, ""],
     ) -> Float[Array, " H"]:
-        num_heads = scores.shape[0]
-        base = jnp.floor(jnp.maximum(tokens - protected, 0))
+        base = self._base(tokens, protected)
         # Largest first; of equal ones those of the highest head and index, which are evicted last.
         claims = jnp.where(jnp.isfinite(scores), -scores, jnp.inf).reshape(-1)[::-1]
         wanted = jnp.minimum(
-            (num_heads * base).astype(jnp.int32), jnp.sum(jnp.isfinite(claims), dtype=jnp.int32)
+            (len(scores) * base).astype(jnp.int32), jnp.sum(jnp.isfinite(claims), dtype=jnp.int32)
         )
         last = jnp.sort(claims)[jnp.maximum(wanted - 1, 0)]
         top = smallest(claims, wanted, jnp.where(wanted > 0, last, -jnp.inf))[::-1]
-        count = jnp.sum(top.reshape(scores.shape), axis=-1).astype(jnp.float32)
-        return jnp.round(count * (1 - self.floor) + jnp.floor(self.floor * base)) + protected
+        count = jnp.sum(top.reshape(scores.shape), axis=-1)
+        return self._shares(count, base) + protected
+
+    def shares_of_shard(
+        self,
+        scores: Float[Array, "H T"],
+        tokens: Float[Array, ""],
+        protected: Int32[Array, ""],
+        shard: HeadShard,
+    ) -> Float[Array, " H"]:
+        base = self._base(tokens, protected)
+        claims = jnp.where(jnp.isfinite(scores), -scores, jnp.inf)
+        finite = shard.sum(jnp.sum(jnp.isfinite(claims), dtype=jnp.int32))
+        wanted = jnp.minimum((shard.total * base).astype(jnp.int32), finite)
+        count = least_of_each(claims, wanted, shard, last_first=True)
+        return self._shares(count, base) + protected
+
+    def _base(self, tokens: Float[Array, ""], protected: Int32[Array, ""]) -> Float[Array, ""]:
+        return jnp.floor(jnp.maximum(tokens - protected, 0))
+
+    def _shares(self, count: Int32[Array, " H"], base: Float[Array, ""]) -> Float[Array, " H"]:
+        count = count.astype(jnp.float32)
+        return jnp.round(count * (1 - self.floor) + jnp.floor(self.floor * base))
 
 
 def ada_kv(base: Method, name: str, summary: str, floor: float = 0.2) -> Method:

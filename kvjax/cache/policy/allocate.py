@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.cache.policy.block_cost import cheapest_blocks, smallest
 from kvjax.cache.policy.checks import check_a, check_numbers, wanted
 from kvjax.cache.policy.score import Artefacts
+from kvjax.cache.store import HeadShard, summed
 from kvjax.checks import check_number
 
 
@@ -34,6 +35,7 @@ class Budget:
     """Tokens that it has seen."""
     num_layers: int = dataclasses.field(metadata={"static": True})
     num_heads: int = dataclasses.field(metadata={"static": True})
+    """Heads of a layer, over all devices."""
     block_size: int = dataclasses.field(metadata={"static": True})
 
     @property
@@ -82,6 +84,15 @@ class BlockCosts:
         """Blocks that each head keeps at least."""
         return self.owned - jnp.sum(jnp.isfinite(self.cost), axis=-1, dtype=jnp.int32)
 
+    def of_all(self, shard: HeadShard) -> "BlockCosts":
+        """Those of the heads of all devices, of which only blocks that must stay cost anything."""
+        owned, least, shares = jnp.moveaxis(
+            shard.whole(jnp.stack([self.owned, self.least, _bits(self.shares)], axis=-1)), -1, 0
+        )
+        e = jnp.arange(1, self.cost.shape[-1] + 1, dtype=jnp.int32)
+        cost = jnp.where(e > (owned - least)[..., None], jnp.inf, jnp.float32(0))
+        return BlockCosts(cost, owned, _floats(shares), self.same_in_layer)
+
 
 class Allocator:
     """Splits a budget over the heads of a sequence. Subclasses are frozen dataclasses."""
@@ -109,9 +120,29 @@ class Allocator:
         may not be evicted), to be used in `split`; ones by default."""
         return jnp.ones(scores.shape[0], jnp.float32)
 
+    def shares_of_shard(
+        self,
+        scores: Float[Array, "H T"],
+        layer: Int32[Array, ""],
+        budget: Budget,
+        artefacts: Artefacts,
+        shard: HeadShard,
+    ) -> Float[Array, " H"]:
+        """`shares` of one device's heads; `shard` has those of the layer. The same by default,
+        which is right where a head's share follows from its own scores."""
+        return self.shares(scores, layer, budget, artefacts)
+
     def split(self, costs: BlockCosts, budget: Budget, artefacts: Artefacts) -> Int32[Array, "L H"]:
         """Blocks that each head keeps. Taken to between `costs.least` and `costs.owned`."""
         raise NotImplementedError
+
+    def split_of_shard(
+        self, costs: BlockCosts, budget: Budget, artefacts: Artefacts, shard: HeadShard
+    ) -> Int32[Array, "L H"]:
+        """`split` of one device's heads. By default devices tell each other what each head owns,
+        has to keep, and its share, and all of them split; that suffices where `split` looks at no
+        costs."""
+        return shard.own(self.split(costs.of_all(shard), budget, artefacts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +156,20 @@ class Global(Allocator):
         check_numbers(self, 0, 1, "safe")
 
     def split(self, costs: BlockCosts, budget: Budget, artefacts: Artefacts) -> Int32[Array, "L H"]:
+        return self._split(costs, budget, None)
+
+    def split_of_shard(
+        self, costs: BlockCosts, budget: Budget, artefacts: Artefacts, shard: HeadShard
+    ) -> Int32[Array, "L H"]:
+        return self._split(costs, budget, shard)
+
+    def _split(
+        self, costs: BlockCosts, budget: Budget, shard: HeadShard | None
+    ) -> Int32[Array, "L H"]:
         even = jnp.full(budget.num_layers, budget.cap, jnp.float32)
         cost = guarded(costs, even, self.safe, budget.block_size)
-        go = jnp.sum(costs.owned) - budget.blocks
-        return costs.owned - cheapest_blocks(cost, go)
+        go = summed(shard, jnp.sum(costs.owned)) - budget.blocks
+        return costs.owned - cheapest_blocks(cost, go, shard)
 
 
 def guarded(
@@ -196,6 +237,16 @@ class EvenHeads:
         """
         return jnp.ones(scores.shape[0], jnp.float32)
 
+    def shares_of_shard(
+        self,
+        scores: Float[Array, "H T"],
+        tokens: Float[Array, ""],
+        protected: Int32[Array, ""],
+        shard: HeadShard,
+    ) -> Float[Array, " H"]:
+        """`shares` of one device's heads, as of `Allocator`."""
+        return self.shares(scores, tokens, protected)
+
 
 @dataclasses.dataclass(frozen=True)
 class CheapestBlocks(EvenHeads):
@@ -238,27 +289,77 @@ class ByLayer(Allocator):
         budget: Budget,
         artefacts: Artefacts,
     ) -> Float[Array, " H"]:
-        tokens = self.layers.tokens(budget, artefacts)[layer]
-        return self.heads.shares(scores, tokens, budget.protected)
+        return self.heads.shares(
+            scores, self._tokens_of(layer, budget, artefacts), budget.protected
+        )
+
+    def shares_of_shard(
+        self,
+        scores: Float[Array, "H T"],
+        layer: Int32[Array, ""],
+        budget: Budget,
+        artefacts: Artefacts,
+        shard: HeadShard,
+    ) -> Float[Array, " H"]:
+        tokens = self._tokens_of(layer, budget, artefacts)
+        return self.heads.shares_of_shard(scores, tokens, budget.protected, shard)
+
+    def _tokens_of(
+        self, layer: Int32[Array, ""], budget: Budget, artefacts: Artefacts
+    ) -> Float[Array, ""]:
+        return self.layers.tokens(budget, artefacts)[layer]
+
+    def split_of_shard(
+        self, costs: BlockCosts, budget: Budget, artefacts: Artefacts, shard: HeadShard
+    ) -> Int32[Array, "L H"]:
+        if not isinstance(self.heads, CheapestBlocks) or costs.same_in_layer:
+            return super().split_of_shard(costs, budget, artefacts, shard)
+        costs = self._guarded(costs, self.layers.tokens(budget, artefacts), budget)
+        whole = costs.of_all(shard)
+        go = jnp.sum(whole.owned, -1) - self._of_layers(whole, budget, artefacts)
+        given = jax.vmap(cheapest_blocks)(costs.cost, go, shard)
+        return costs.owned - given
+
+    def _guarded(self, costs: BlockCosts, tokens: Float[Array, " L"], budget: Budget) -> BlockCosts:
+        if not isinstance(self.heads, CheapestBlocks):
+            return costs
+        cost = guarded(costs, tokens, self.heads.safe, budget.block_size)
+        return dataclasses.replace(costs, cost=cost)
+
+    def _of_layers(
+        self, costs: BlockCosts, budget: Budget, artefacts: Artefacts
+    ) -> Int32[Array, " L"]:
+        """Blocks that each layer keeps."""
+        _, num_heads, units = costs.cost.shape
+        low, high = (jnp.sum(x, -1) for x in (costs.least, costs.owned))
+        tokens = self.layers.tokens(budget, artefacts)
+        return apportion(tokens, low, high, self.allowed(budget, artefacts), num_heads * units)
 
     def split(self, costs: BlockCosts, budget: Budget, artefacts: Artefacts) -> Int32[Array, "L H"]:
         tokens, owned = self.layers.tokens(budget, artefacts), costs.owned
         _, num_heads, units = costs.cost.shape
         keep = self.allowed(budget, artefacts)
-        if isinstance(self.heads, CheapestBlocks):
-            cost = guarded(costs, tokens, self.heads.safe, budget.block_size)
-            costs = dataclasses.replace(costs, cost=cost)
+        costs = self._guarded(costs, tokens, budget)
         low = costs.least
         if costs.same_in_layer:
             rows = apportion(tokens, jnp.max(low, -1), jnp.max(owned, -1), keep // num_heads, units)
             return jnp.minimum(rows[:, None], owned)
-        goal = apportion(tokens, jnp.sum(low, -1), jnp.sum(owned, -1), keep, num_heads * units)
+        goal = self._of_layers(costs, budget, artefacts)
         if isinstance(self.heads, CheapestBlocks):
             go = jnp.sum(owned, -1) - goal
             return owned - jax.vmap(cheapest_blocks)(costs.cost[:, None], go)[:, 0]
         return jax.vmap(apportion, in_axes=(0, 0, 0, 0, None))(
             costs.shares, low, owned, goal, units
         )
+
+
+def _bits(x: Float[Array, "*dims"]) -> Int32[Array, "*dims"]:
+    """Floats as whole numbers, so that they travel with others; added to zeros they stay whole."""
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _floats(bits: Int32[Array, "*dims"]) -> Float[Array, "*dims"]:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def apportion(

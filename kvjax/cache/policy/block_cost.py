@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.store import blocks_for
+from kvjax.cache.store import HeadShard, blocks_for, summed
 
 
 def block_costs(
@@ -25,18 +25,49 @@ def block_costs(
 
 
 def cheapest_blocks(
-    cost: Float[Array, "*heads M"], evict: Int32[Array, ""]
+    cost: Float[Array, "*heads M"], evict: Int32[Array, ""], shard: HeadShard | None = None
 ) -> Int32[Array, "*heads"]:
     """How many of the `evict` cheapest blocks over some heads each of these gives up.
 
     Equal costs go in (head, block) order, so what a head gives up is always a prefix of its blocks.
-    What cannot be evicted is not counted.
+    What cannot be evicted is not counted. With a shard, over the heads of all devices.
     """
     flat = cost.reshape(-1)
-    taken = jnp.clip(evict, 0, jnp.sum(jnp.isfinite(flat), dtype=jnp.int32))
+    finite = summed(shard, jnp.sum(jnp.isfinite(flat), dtype=jnp.int32))
+    taken = jnp.clip(evict, 0, finite)
+    if shard is not None:
+        return least_of_each(cost, taken, shard)
     limit = jnp.sort(flat)[jnp.maximum(taken - 1, 0)]
     chosen = smallest(flat, taken, jnp.where(taken > 0, limit, -jnp.inf))
     return jnp.sum(chosen.reshape(cost.shape), axis=-1, dtype=jnp.int32)
+
+
+def least_of_each(
+    values: Float[Array, "*heads M"],
+    count: Int32[Array, ""],
+    shard: HeadShard,
+    *,
+    last_first: bool = False,
+) -> Int32[Array, "*heads"]:
+    """How many of the `count` smallest values over the heads of all devices each head has.
+
+    Of equal values those of the first head count first, in the order of (layer, head) of the
+    model, wherever the heads lie; with `last_first` those of the last. Devices tell each other
+    no value: how many of each are below a number is summed for every bit of the last one that
+    counts, and how many equal it for every head, once.
+    """
+    last = kth_smallest(values.reshape(-1), count, shard)
+    last = jnp.where(count > 0, last, -jnp.inf)
+    below, equal = (
+        jnp.sum(which, axis=-1, dtype=jnp.int32) for which in (values < last, values == last)
+    )
+    of_all = shard.whole(jnp.stack([below, equal], axis=-1))
+    room = count - jnp.sum(of_all[..., 0])
+    ties = of_all[..., 1].reshape(-1)
+    before = jnp.cumsum(ties) - ties
+    if last_first:
+        before = jnp.sum(ties) - before - ties
+    return below + jnp.clip(room - shard.own(before.reshape(of_all.shape[:-1])), 0, equal)
 
 
 def given_up(
@@ -54,11 +85,11 @@ def given_up(
 
 
 def kth_smallest(
-    scores: Float[Array, "*rows T"], k: Int32[Array, "*rows"]
+    scores: Float[Array, "*rows T"], k: Int32[Array, "*rows"], shard: HeadShard | None = None
 ) -> Float[Array, "*rows"]:
     """The k-th smallest float32 score of each row (k from 1 on), without sorting the row.
 
-    Its 32 bits are settled one by one, by counting the scores below.
+    Its 32 bits are settled one by one, by counting the scores below; with a shard, on all devices.
     """
     bits = lax.bitcast_convert_type(scores.astype(jnp.float32) + 0.0, jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -67,7 +98,7 @@ def kth_smallest(
 
     def settle(i, found):
         trial = found | (sign >> i.astype(jnp.uint32))
-        below = jnp.sum(ordered < trial[..., None], axis=-1, dtype=jnp.int32)
+        below = summed(shard, jnp.sum(ordered < trial[..., None], axis=-1, dtype=jnp.int32))
         return jnp.where(below < k, trial, found)
 
     found = lax.fori_loop(0, 32, settle, jnp.zeros(scores.shape[:-1], jnp.uint32))

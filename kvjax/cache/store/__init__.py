@@ -19,6 +19,7 @@ from kvjax.cache.store.paged import (
 )
 from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_layer, write_newest
 from kvjax.cache.store.saved import restored, saved, typed
+from kvjax.cache.store.shard import HeadShard, agreed, summed
 from kvjax.cache.store.sharing import share, unshare, unshare_slots
 from kvjax.cache.store.slots import put_slots, take_slots
 from kvjax.cache.store.spec import CacheSpec, Plane
@@ -27,11 +28,13 @@ from kvjax.cache.store.write import append, begin_append, write_prompt
 __all__ = [
     "CacheSpec",
     "Codec",
+    "HeadShard",
     "KVPool",
     "PagedCache",
     "Plain",
     "Plane",
     "Rounded",
+    "agreed",
     "allocate",
     "append",
     "as_codec",
@@ -48,6 +51,7 @@ __all__ = [
     "restored",
     "saved",
     "share",
+    "summed",
     "take_slots",
     "typed",
     "unshare",

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from kvjax.cache.store.paged import PagedCache, blocks_for, claim, free_blocks, nth_free
+from kvjax.cache.store.shard import agreed
 from kvjax.cache.store.sharing import ragged, unshare
 
 
@@ -15,7 +16,8 @@ def grow(
     old_len: Int32[Array, "*heads"],
     new_len: Int32[Array, "*heads"],
 ) -> tuple[PagedCache, Int32[Array, "*heads M"], Bool[Array, ""]]:
-    """Claim the blocks that take some heads from `old_len` to `new_len` KVs.
+    """Claim the blocks that take some heads from `old_len` to `new_len` KVs, on every device or
+    on none.
 
     Heads that grow get a copy of their last block where it is partly filled and shared. Returns
     the cache with the blocks claimed, the grown table, and whether that was possible; if not,
@@ -28,6 +30,7 @@ def grow(
     have = blocks_for(old_len, b)
     added = want - have
     ok = (jnp.sum(added) <= free_blocks(cache)) & jnp.all(want <= table.shape[-1])
+    ok = agreed(cache.shard, ok)
     if cache.shared is not None:
         touched = ragged(cache, old_len, ok & (new_len > old_len))
         cache, table, copied = unshare(cache, table, touched, jnp.sum(added))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain
 from kvjax.cache.store.pool import KVPool
+from kvjax.cache.store.shard import HeadShard
 from kvjax.cache.store.spec import CacheSpec, Plane
 from kvjax.kernels.checks import wanted
 
@@ -53,6 +54,8 @@ class PagedCache:
     unwritten."""
     shared: Int32[Array, " N"] | None = None
     """Owners of each block beside its first; None in a cache that shares nothing."""
+    shard: HeadShard | None = None
+    """Which of the model's heads these are, where others lie on other devices."""
 
     @property
     def num_slots(self) -> int:
@@ -65,6 +68,16 @@ class PagedCache:
     @property
     def num_kv_heads(self) -> int:
         return self.block_table.shape[2]
+
+    @property
+    def all_kv_heads(self) -> int:
+        """KV heads of a layer, those on other devices included."""
+        return self.num_kv_heads if self.shard is None else self.shard.total
+
+    def of_heads(self, length: Int32[Array, ""]) -> Int32[Array, "L H"]:
+        """As many KVs of each head; none in the empty places of a shard."""
+        length = jnp.broadcast_to(length, self.context_len.shape[1:])
+        return length if self.shard is None else jnp.where(self.shard.present, length, 0)
 
     @property
     def max_blocks(self) -> int:
@@ -126,11 +139,12 @@ def init_cache(
     planes: Iterable[Plane] = (),
     codec: Codec | None = None,
     sharing: bool = False,
+    shard: HeadShard | None = None,
 ) -> PagedCache:
     """An empty cache of ``num_blocks`` blocks, with room for the planes that methods declare.
 
     Keys and values are stored in `dtype`, or as a codec says. With `sharing`, slots can hold the
-    same blocks (`kvjax.cache.share`).
+    same blocks (`kvjax.cache.share`). With a `shard`, heads and blocks are those of one device.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -160,6 +174,7 @@ def init_cache(
         free=jnp.ones(num_blocks, bool),
         state={plane.name: jnp.zeros((*pool, plane.width), plane.dtype) for plane in planes},
         shared=jnp.zeros(num_blocks, jnp.int32) if sharing else None,
+        shard=shard,
     )
 
 

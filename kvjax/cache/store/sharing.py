@@ -19,6 +19,7 @@ from kvjax.cache.store.paged import (
     free_blocks,
     nth_free,
 )
+from kvjax.cache.store.shard import agreed
 
 COPIED_AT_ONCE = 64
 """Blocks that are copied together; as many rounds follow as are needed, none where none is."""
@@ -47,6 +48,7 @@ def share(
     ok = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
     ok &= cache.seq_len.at[target].get(mode="fill", fill_value=1) == 0
     ok &= ~jnp.any(cache.context_len.at[target].get(mode="fill", fill_value=1))
+    ok = agreed(cache.shard, ok)
     row = cache.block_table.at[source].get(mode="fill", fill_value=cache.num_blocks)
     at = jnp.where(ok, target, slots)
 
@@ -84,7 +86,7 @@ def unshare(
     wants = touched & (owners.at[table].get(mode="fill", fill_value=0) > 0)
     flat, n = wants.reshape(-1), cache.num_blocks
     count = jnp.sum(flat, dtype=jnp.int32)
-    ok = count + spare <= free_blocks(cache)
+    ok = agreed(cache.shard, count + spare <= free_blocks(cache))
     rank = (jnp.cumsum(flat, dtype=jnp.int32) - flat).reshape(wants.shape)
     wants &= ok
     new = jnp.where(wants, nth_free(cache.free, rank), n)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 from kvjax.cache.store.grow import grow
 from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, nth_free
 from kvjax.cache.store.pool import scattered
+from kvjax.cache.store.shard import agreed
 from kvjax.cache.store.sharing import ragged, unshare
 
 
@@ -61,7 +62,7 @@ def write_prompt(
         tokens = jnp.arange(num_tokens, dtype=jnp.int32)
         kept_index = jnp.broadcast_to(tokens, (num_layers, num_heads, num_tokens))
     if kept_len is None:
-        kept_len = jnp.full(heads, length, jnp.int32)
+        kept_len = cache.of_heads(length)
     check_shape("kept_index", kept_index, (*heads, kept_index.shape[-1]))
     check_shape("kept_len", kept_len, heads)
     if not everything:
@@ -143,14 +144,16 @@ def begin_append(
     check_shape("active", active, cache.seq_len.shape)
     length = cache.context_len
     active = active[:, None, None]
-    needs_block = active & (length % b == 0)
+    there = True if cache.shard is None else cache.shard.present
+    needs_block = active & there & (length % b == 0)
     rank = jnp.cumsum(needs_block.reshape(-1)).reshape(length.shape) - needs_block
     ok = (jnp.sum(needs_block) <= free_blocks(cache)) & jnp.all(
         ~needs_block | (length // b < big_m)
     )
+    ok = agreed(cache.shard, ok)
     table = cache.block_table
     if cache.shared is not None:
-        touched = ragged(cache, length, ok & active)
+        touched = ragged(cache, length, ok & active & there)
         cache, table, copied = unshare(cache, table, touched, jnp.sum(needs_block))
         ok &= copied
     ids = jnp.where(ok & needs_block, nth_free(cache.free, rank), n)
@@ -159,7 +162,8 @@ def begin_append(
     column = jnp.where(ok & needs_block, length // b, big_m)
     table = table.at[slot, layer, head, column].set(ids, mode="drop")
 
-    grows = ok & active
+    runs = ok & active
+    grows = runs & there
     block = jnp.take_along_axis(table, jnp.minimum(length // b, big_m - 1)[..., None], -1)[..., 0]
     block = jnp.where(grows, block, n)
     position = jnp.broadcast_to(cache.seq_len[:, None, None], length.shape)
@@ -171,7 +175,7 @@ def begin_append(
         cache,
         block_table=table,
         context_len=length + grows,
-        seq_len=cache.seq_len + grows[:, 0, 0],
+        seq_len=cache.seq_len + runs[:, 0, 0],
         metric=cleared(cache.metric),
         position=cache.position.at[block, length % b].set(position, mode="drop"),
         state=jax.tree.map(cleared, cache.state),
