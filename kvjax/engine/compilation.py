@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,7 +19,6 @@ StepName = Literal[
     "prefill in pool",
     "repeat",
     "start",
-    "insert",
     "decode",
     "compress",
     "empty",
@@ -60,6 +60,7 @@ class CompiledSteps:
         """Those that other threads compile."""
         self.flexible = False
         """Whether larger sizes do where the right one is not compiled."""
+        self._tracing = threading.Lock()
 
     def run(self, call: StepCall) -> Any:
         """What the call returns; compiled at the first one of each key."""
@@ -84,7 +85,7 @@ class CompiledSteps:
             return
         start = time.perf_counter()
         # An interruption goes on when the threads have ended: none can be stopped half way.
-        with released(), ThreadPoolExecutor(len(new)) as threads:
+        with released(), ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as threads:
             wait([threads.submit(self.add, call) for call in new])
         self.waited += time.perf_counter() - start
 
@@ -101,7 +102,10 @@ class CompiledSteps:
     def add(self, call: StepCall) -> None:
         """Compile a call."""
         start = time.perf_counter()
-        call.step.lower(*call.args).compile()  # type: ignore[attr-defined]
+        # Python runs one thread at a time: two steps traced in turns would both be late for XLA.
+        with self._tracing:
+            lowered = call.step.lower(*call.args)  # type: ignore[attr-defined]
+        lowered.compile()
         self.seconds[call.key] = time.perf_counter() - start
 
 

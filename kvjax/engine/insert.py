@@ -43,7 +43,7 @@ class InsertReport:
     """The first token."""
     active: Bool[Array, ""]
     freed: Int32[Array, ""]
-    """Blocks that the prompt would have taken whole and does not."""
+    """Blocks that the prompt would have taken whole and does not. `place` knows; `start` says 0."""
     shortfall: Int32[Array, ""]
     """Blocks over the budget that could not be evicted."""
     kept: Int32[Array, "L H"]
@@ -98,7 +98,15 @@ def place(
     keep_blocks: Int32[Array, ""],
     slot: Int32[Array, ""],
 ) -> tuple[PagedCache, Int32[Array, ""], Int32[Array, ""], Bool[Array, ""]]:
-    """Write what a prompt keeps to an empty slot; arguments as of `insert`.
+    """Write what a prompt keeps to an empty slot.
+
+    Args:
+        method: what is kept; None keeps everything.
+        artefacts: calibrated arrays by name.
+        cache: the cache (donate it).
+        prompt: the prompt in its scratch.
+        keep_blocks: its budget in blocks.
+        slot: the slot.
 
     Returns:
         The cache, the blocks that were never taken, those over the budget that could not be
@@ -114,32 +122,3 @@ def place(
         cache, slot, k, v, scores, prompt.length, keep_blocks, method, artefacts=artefacts
     )
     return cache, report.freed[0], report.shortfall[0], ok
-
-
-def insert(
-    num_top: int | None,
-    method: Method | None,
-    artefacts: Mapping[str, Array],
-    cache: PagedCache,
-    state: SlotState,
-    prompt: PromptKV,
-    keep_blocks: Int32[Array, ""],
-    new: Start,
-    eos_ids: Int32[Array, " E"],
-) -> tuple[PagedCache, SlotState, InsertReport]:
-    """Write what a prompt keeps to an empty slot and let it decode; see `start`.
-
-    Args:
-        num_top: likeliest tokens to report (static); None for no probabilities.
-        method: what is kept; None keeps everything.
-        artefacts: calibrated arrays by name.
-        cache: the cache (donate it).
-        state: the slots' states (donate them).
-        prompt: the prompt in its scratch.
-        keep_blocks: its budget in blocks.
-        new: the sequence's settings; its slot is empty.
-        eos_ids: tokens that end a sequence.
-    """
-    cache, freed, shortfall, ok = place(method, artefacts, cache, prompt, keep_blocks, new.slot)
-    state, started = start(num_top, cache, state, new, eos_ids, ok)
-    return cache, state, dataclasses.replace(started, freed=freed, shortfall=shortfall)

@@ -27,7 +27,12 @@ class PromptJob:
     logits: jax.Array | None = None
     """After the last chunk."""
     fits: jax.Array | None = None
-    """Whether the pool had room for the last chunk; only with `in_pool`."""
+    """Whether the pool had room: for the last chunk with `in_pool`, else for what it keeps, once it
+    is there."""
+    freed: jax.Array | int = 0
+    """Blocks that it would have taken whole and did not."""
+    shortfall: jax.Array | int = 0
+    """Blocks over its budget that could not be evicted."""
     repetitions: list[np.ndarray] = dataclasses.field(default_factory=list)
     """What is still to run behind the prompt, for a method that has it repeated."""
 

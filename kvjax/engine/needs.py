@@ -17,7 +17,7 @@ from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.job import PromptJob
 from kvjax.engine.prefixes import Plan, Prefix, Prefixes
 from kvjax.engine.request import Request
-from kvjax.engine.worker import Worker, num_top
+from kvjax.engine.worker import FITS, Worker, num_top
 
 
 class Need(NamedTuple):
@@ -40,22 +40,18 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
         yield need(lambda: worker.share_call(0, outside))
     job = worker.begin(request)
     logits: Callable[[], Any] = lambda: job.logits  # noqa: E731
-    in_pool = job.in_pool
     if job.in_pool and job.chunks:
         yield need(lambda: worker.chunk_call(job))
         logits = functools.partial(_logits, worker, job)
     elif not job.in_pool:
-        yield from _in_scratch(worker, request, job, top)
+        yield from _in_scratch(worker, request, job)
         logits = functools.partial(_logits, worker, job)
     if job.retains and len(job.tokens) < request.length:
         rest = worker.go_on(request, request.all_tokens, len(job.tokens), None)
         yield need(lambda: worker.chunk_call(rest))
-        logits, in_pool = functools.partial(_logits, worker, rest), True
-    if in_pool or job.retains:
-        key = worker.start_call(request, outside, None, None, top).key
-        yield Need(
-            key, lambda: of_shapes(worker.start_call(request, outside, logits(), _FITS, top))
-        )
+        logits = functools.partial(_logits, worker, rest)
+    key = worker.start_call(request, outside, None, None, top).key
+    yield Need(key, lambda: of_shapes(worker.start_call(request, outside, logits(), FITS, top)))
     yield need(lambda: worker.decode_call([outside], 1, request.method.decode, top))
     if request.budget is not None:
         longest, most = request.length + request.remaining, request.compression.max_kvs_per_step
@@ -64,9 +60,6 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
         written = len(request.prompt) + worker.config.decode_steps_per_sync
         table = np.zeros(worker.cache.block_table.shape[1:], np.int32)
         yield need(lambda: worker.kept_call(table, -(-written // worker.config.block_size)))
-
-
-_FITS = jax.ShapeDtypeStruct((), bool)
 
 
 def warm_up_sharing(worker: Worker, request: Request) -> None:
@@ -81,29 +74,19 @@ def warm_up_sharing(worker: Worker, request: Request) -> None:
             worker.compiled.compile([need.call() for need in needs_of(worker, some)])
 
 
-def _in_scratch(
-    worker: Worker, request: Request, job: PromptJob, top: int | None
-) -> Iterator[Need]:
+def _in_scratch(worker: Worker, request: Request, job: PromptJob) -> Iterator[Need]:
     """What a prompt needs that runs outside of the pool, and what puts it there."""
     room = worker.bucket(job.chunks) * len(job.chunks)
     # Keys tell rooms apart; the rest of what they hold is known once the chunk is traced.
     stand_in: Any = SimpleNamespace(k=SimpleNamespace(shape=(0, room)))
 
-    def need(call: Callable[[Any, Any], StepCall]) -> Need:
-        key = call(stand_in, None).key
-        return Need(key, lambda: of_shapes(call(*_after(worker, job))))
+    def need(call: Callable[[Any], StepCall]) -> Need:
+        return Need(call(stand_in).key, lambda: of_shapes(call(_after(worker, job)[0])))
 
     yield Need(worker.chunk_call(job).key, lambda: of_shapes(_chunk(worker, job)))
     if job.repetitions:
-        yield need(lambda prompt, _: worker.repeat_call(job, prompt))
-    if job.retains:
-        yield need(lambda prompt, _: worker.place_call(job, prompt, worker.config.num_rows))
-    else:
-        yield need(
-            lambda prompt, logits: worker.insert_call(
-                request, prompt, logits, worker.config.num_rows, top
-            )
-        )
+        yield need(lambda prompt: worker.repeat_call(job, prompt))
+    yield need(lambda prompt: worker.place_call(request, prompt, worker.config.num_rows, None))
 
 
 def _chunk(worker: Worker, job: PromptJob) -> StepCall:

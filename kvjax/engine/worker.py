@@ -39,7 +39,6 @@ _START = jax.jit(insert.start, static_argnums=0, donate_argnums=2)
 _PLACE = jax.jit(insert.place, donate_argnums=2)
 _SHARE = jax.jit(share, donate_argnums=0)
 _RESTORE = jax.jit(restored, donate_argnums=0)
-_INSERT = jax.jit(insert.insert, static_argnums=0, donate_argnums=(3, 4))
 _DECODE = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
 _COMPRESS = jax.jit(reclaim.compress_slots, static_argnums=(0, 1), donate_argnums=4)
 _EMPTY = jax.jit(reclaim.empty, donate_argnums=(0, 1))
@@ -52,6 +51,8 @@ _POSITIONS = jax.jit(
 GRAIN = 128
 """Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
 NO_BUDGET = 2**31 - 1  # blocks to keep where nothing is to be evicted
+FITS = jax.ShapeDtypeStruct((), bool)
+"""Whether there was room, before it is known."""
 
 
 def sizes_upto(most: int, first: int, factor: int) -> tuple[int, ...]:
@@ -287,12 +288,14 @@ class Worker:
         prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
         further = [self.repeat_call(job, prompt)] if job.repetitions else []
         if not job.retains:
-            further.append(self.insert_call(request, prompt, logits, 0, top))
+            further.append(self.place_call(request, prompt, 0, request.budget))
+            further.append(self.start_call(request, 0, logits, FITS, top))
+        # The longest first: they share the cores.
         self.compiled.compile(
             [
-                chunk,
-                *further,
                 self.decode_call([0], 1, request.method.decode, top),
+                *further,
+                chunk,
                 self.empty_call([]),
             ]
         )
@@ -300,11 +303,11 @@ class Worker:
     def place(self, job: PromptJob, slot: int) -> jax.Array:
         """Put what a finished job keeps into an empty slot, and leave it there. Returns whether
         there was room."""
-        self.cache, _, _, ok = self.compiled.run(self.place_call(job, job.prompt, slot))
+        call = self.place_call(job.request, job.prompt, slot, job.budget)
+        self.cache, _, _, ok = self.compiled.run(call)
         return ok
 
-    def place_call(self, job: PromptJob, prompt: Any, slot: int) -> StepCall:
-        request, keep = job.request, job.budget
+    def place_call(self, request: Request, prompt: Any, slot: int, keep: int | None) -> StepCall:
         method = request.method.eviction if request.compressed_first else None
         parts = None if method is None else method.parts
         key = StepKey("place", parts, (prompt.k.shape[1],))
@@ -329,13 +332,14 @@ class Worker:
 
     def insert(self, job: PromptJob, slot: int, num_top: int | None) -> InsertReport:
         """Put what a finished job keeps into an empty slot, and let it decode."""
-        if job.in_pool:
-            call = self.start_call(job.request, slot, job.logits, job.fits, num_top)
-            self.state, report = self.compiled.run(call)
-        else:
-            call = self.insert_call(job.request, job.prompt, job.logits, slot, num_top)
-            self.cache, self.state, report = self.compiled.run(call)
-        return report
+        request = job.request
+        if job.fits is None:
+            # An interruption may come before it starts: it is not placed again.
+            call = self.place_call(request, job.prompt, slot, request.budget)
+            self.cache, job.freed, job.shortfall, job.fits = self.compiled.run(call)
+        call = self.start_call(request, slot, job.logits, job.fits, num_top)
+        self.state, report = self.compiled.run(call)
+        return dataclasses.replace(report, freed=job.freed, shortfall=job.shortfall)
 
     def start_call(
         self, request: Request, slot: int, logits: Any, fits: Any, num_top: int | None
@@ -353,20 +357,6 @@ class Worker:
             np.bool_(request.method.decode is not None),  # type: ignore[arg-type]
             sampling_row(request.sampling),
         )
-
-    def insert_call(
-        self, request: Request, prompt: Any, logits: Any, slot: int, num_top: int | None
-    ) -> StepCall:
-        whole = not request.compressed_first
-        keep = NO_BUDGET if whole else request.budget
-        assert keep is not None
-        method = None if whole else request.method.eviction
-        parts = None if method is None else method.parts
-        args = (
-            num_top, method, self.artefacts, self.cache, self.state, prompt, np.int32(keep),
-            self._start(request, slot, logits), self.eos_ids,
-        )  # fmt: skip
-        return StepCall(StepKey("insert", parts, (prompt.k.shape[1],), num_top), _INSERT, args)
 
     def decode(
         self, slots: Sequence[int], limit: int, rule: DecodeRule | None, num_top: int | None

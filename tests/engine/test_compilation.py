@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import jax
@@ -46,6 +47,23 @@ def test_steps_are_compiled_side_by_side_and_once():
     assert known.waited > 0
 
 
+def test_one_step_is_traced_at_a_time():
+    """The interpreter has one thread at a time; who is traced first can be compiled first."""
+    tracing, most = [], []
+
+    class Traced(Step):
+        def lower(self, x: int) -> Step:
+            tracing.append(self)
+            time.sleep(0.05)  # lets another thread in, if there is any
+            most.append(len(tracing))
+            tracing.remove(self)
+            return self
+
+    meet = threading.Barrier(2)
+    CompiledSteps().compile(calls_of(*(Traced(lambda: meet.wait(10)) for _ in range(2))))
+    assert most == [1, 1]
+
+
 def test_a_step_that_does_not_compile_says_so_when_it_is_run():
     def fail() -> None:
         raise ValueError("no such kernel")
@@ -87,8 +105,8 @@ def test_the_first_request_waits_once_for_all_its_steps(tiny_params, caplog):
         last = {}
         while llm.has_unfinished():
             last |= {output.request_id: output for output in llm.step()}
-    assert steps == ["decode", "empty", "insert", "prefill"]
-    assert len(llm.worker.compiled.seconds) == 4
+    assert steps == ["decode", "empty", "place", "prefill", "start"]
+    assert len(llm.worker.compiled.seconds) == 5
     ours = tuple(f"Compiling jit({step})" for step in steps)
     assert not [record for record in caplog.records if record.getMessage().startswith(ours)]
     assert len(tokens_of([last[name]])[0]) == 6

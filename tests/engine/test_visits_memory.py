@@ -9,7 +9,6 @@ import pytest
 
 from kvjax.cache import Scores, get_method
 from kvjax.engine import decode, insert, prefill, reclaim
-from kvjax.engine.sampling import init_sampling
 from kvjax.models.decoder import abstract_params
 from tests.cache.programs import abstract_cache, pool_bytes, unchecked
 from tests.cache.test_memory_of_steps import MODEL, SHAPES
@@ -19,7 +18,7 @@ def array(*shape: int, dtype=jnp.int32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-NUMBER, FLAG, EOS, SOME = array(), array(dtype=jnp.bool_), array(1), array(4)
+NUMBER, EOS, SOME = array(), array(1), array(4)
 
 
 def abstract(tree) -> Any:
@@ -40,16 +39,13 @@ def visit(method: str, num_top: int | None = None, stacked: bool = True) -> tupl
 def admit(method: str | None) -> tuple:
     chosen = None if method is None else get_method(method)
 
-    def run(cache, state, prompt, keep, start, eos):
-        return insert.insert(None, chosen, {}, cache, state, prompt, keep, start, eos)
+    def run(cache, prompt, keep, slot):
+        return insert.place(chosen, {}, cache, prompt, keep, slot)
 
     kv = array(SHAPES.L, 64, SHAPES.H, SHAPES.d, dtype=jnp.float32)
     metric = array(SHAPES.L, SHAPES.H, 64, dtype=jnp.float32)
-    state = abstract(decode.init_slots(SHAPES.S))
-    scores = array(MODEL.vocab_size, dtype=jnp.float32)
-    start = insert.Start(NUMBER, scores, NUMBER, FLAG, FLAG, abstract(init_sampling(1)))
     prompt = prefill.PromptKV(kv, kv, Scores(metric), NUMBER)
-    return run, (abstract_cache(SHAPES), state, prompt, NUMBER, start, EOS)
+    return run, (abstract_cache(SHAPES), prompt, NUMBER, NUMBER)
 
 
 def compress(method: str) -> tuple:
