@@ -25,7 +25,15 @@ from kvjax.cache.policy.block_cost import block_costs
 from kvjax.cache.policy.method import PLAIN, Method
 from kvjax.cache.policy.score import Artefacts, LayerView, Scores
 from kvjax.cache.policy.select import Candidates, evicted_kvs
-from kvjax.cache.store import PagedCache, blocks_for, gathered, summed, valid_slots, write_prompt
+from kvjax.cache.store import (
+    PagedCache,
+    blocks_for,
+    gathered,
+    running_count,
+    summed,
+    valid_slots,
+    write_prompt,
+)
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -201,7 +209,7 @@ def write_survivors(
         )
         k = jnp.swapaxes(k_rows, 1, 2).astype(k.dtype)
         v = jnp.swapaxes(v_rows, 1, 2).astype(v.dtype)
-    rank = jnp.where(kept, jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1, num_tokens)
+    rank = jnp.where(kept, running_count(kept) - 1, num_tokens)
     at, head = layer[:, None, None], jnp.arange(num_heads)[:, None]
     kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)
     kept_index = kept_index.at[at, head, rank].set(jnp.broadcast_to(token, rank.shape), mode="drop")

@@ -28,6 +28,7 @@ from kvjax.cache.store import (
     drop_blocks,
     free_blocks,
     move_rows,
+    running_count,
     unshare,
 )
 
@@ -48,7 +49,7 @@ def move_plan(
     half = max(1, evicted.shape[-1] // 2)
 
     def positions_of(mask):
-        rank = jnp.where(mask, jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, half)
+        rank = jnp.where(mask, running_count(mask) - 1, half)
         flat = rank.reshape(-1, rank.shape[-1])
         row = jnp.arange(flat.shape[0])[:, None]
         found = jnp.zeros((flat.shape[0], half), jnp.int32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.store import HeadShard, blocks_for, summed
+from kvjax.cache.store import HeadShard, blocks_for, running_count, summed
 
 
 def block_costs(
@@ -115,7 +115,7 @@ def smallest(
     threshold = threshold[..., None]
     below, equal = scores < threshold, scores == threshold
     room = count - jnp.sum(below, axis=-1, dtype=jnp.int32)
-    return below | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room[..., None]))
+    return below | (equal & (running_count(equal) <= room[..., None]))
 
 
 def lowest(scores: Float[Array, "*rows T"], count: Int32[Array, "*rows"]) -> Bool[Array, "*rows T"]:

@@ -6,6 +6,7 @@ why a KV stays or goes.
 """
 
 from kvjax.cache.store.codec import Codec, Plain, Rounded, as_codec
+from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.grow import allocate
 from kvjax.cache.store.invariants import check_invariants
 from kvjax.cache.store.paged import (
@@ -49,6 +50,7 @@ __all__ = [
     "put_slots",
     "release",
     "restored",
+    "running_count",
     "saved",
     "share",
     "summed",

@@ -14,9 +14,11 @@ from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain
+from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.pool import KVPool
 from kvjax.cache.store.shard import HeadShard
 from kvjax.cache.store.spec import CacheSpec, Plane
@@ -190,8 +192,16 @@ def free_blocks(cache: PagedCache) -> Int32[Array, ""]:
 
 def nth_free(free: Bool[Array, " N"], rank: Int[Array, "*dims"]) -> Int32[Array, "*dims"]:
     """Id of the free block with `rank` free blocks below it; N where there is none."""
-    below = jnp.cumsum(free, dtype=jnp.int32)
-    return jnp.searchsorted(below, rank.reshape(-1) + 1).reshape(rank.shape).astype(jnp.int32)
+    size, upto = free.shape[0], running_count(free)
+    highest = 1 << (size.bit_length() - 1)
+
+    def further(i, passed):
+        """Blocks that are passed over so far, and one more power of two where the count allows."""
+        more = passed + (highest >> i)
+        few = (more <= size) & (upto.at[more - 1].get(mode="clip") <= rank)
+        return jnp.where(few, more, passed)
+
+    return lax.fori_loop(0, size.bit_length(), further, jnp.zeros(rank.shape, jnp.int32))
 
 
 def claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:

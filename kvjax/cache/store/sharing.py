@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
+from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.paged import (
     PagedCache,
     claim,
@@ -87,7 +88,7 @@ def unshare(
     flat, n = wants.reshape(-1), cache.num_blocks
     count = jnp.sum(flat, dtype=jnp.int32)
     ok = agreed(cache.shard, count + spare <= free_blocks(cache))
-    rank = (jnp.cumsum(flat, dtype=jnp.int32) - flat).reshape(wants.shape)
+    rank = (running_count(flat) - flat).reshape(wants.shape)
     wants &= ok
     new = jnp.where(wants, nth_free(cache.free, rank), n)
     old = jnp.where(wants, table, n)

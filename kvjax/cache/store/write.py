@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
+from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.grow import grow
 from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, nth_free
 from kvjax.cache.store.pool import scattered
@@ -146,7 +147,7 @@ def begin_append(
     active = active[:, None, None]
     there = True if cache.shard is None else cache.shard.present
     needs_block = active & there & (length % b == 0)
-    rank = jnp.cumsum(needs_block.reshape(-1)).reshape(length.shape) - needs_block
+    rank = running_count(needs_block.reshape(-1)).reshape(length.shape) - needs_block
     ok = (jnp.sum(needs_block) <= free_blocks(cache)) & jnp.all(
         ~needs_block | (length // b < big_m)
     )
