@@ -311,8 +311,8 @@ class Worker:
         method = request.method.eviction if request.compressed_first else None
         parts = None if method is None else method.parts
         key = StepKey("place", parts, (prompt.k.shape[1],))
-        keep = np.int32(NO_BUDGET if method is None or keep is None else keep)
-        args = (method, self.artefacts, self.cache, prompt, keep, np.int32(slot))
+        most = np.int32(NO_BUDGET if method is None or keep is None else keep)
+        args = (method, self.artefacts, self.cache, prompt, most, np.int32(slot))
         return StepCall(key, _PLACE, args)
 
     def share(self, source: int, target: int) -> None:
