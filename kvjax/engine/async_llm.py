@@ -3,186 +3,34 @@
 Everything here is used from the tasks of one event loop. The thread (`Driver`) steps while there is
 anything to do and sleeps otherwise; what it has to say reaches the loop through a `Mailbox`, in
 which the outputs of one request are merged while they wait, so that a slow reader holds up nobody
-and loses nothing.
+and loses nothing. One call of the loop wakes all readers of a round.
 """
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
-import logging
+import functools
 import os
-import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Literal
 
 import jax
 
 from kvjax.cache import Codec, CompressionConfig
 from kvjax.cache.calibration import Calibration
+from kvjax.engine import retaining
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.driver import Driver, Mailbox
 from kvjax.engine.llm import LLM
 from kvjax.engine.metrics import EngineMetrics
+from kvjax.engine.needs import Need, needs_ahead, needs_of_file, without_state
 from kvjax.engine.prompts import Prompt
 from kvjax.engine.request import RequestOutput
+from kvjax.engine.retaining import PAUSE_SECONDS
 from kvjax.engine.sampling import SamplingParams
-from kvjax.errors import UserError, in_one_line
+from kvjax.errors import UserError
 from kvjax.models import LoadedModel
-
-log = logging.getLogger(__name__)
-
-DEADLINES_SECONDS = 0.1
-"""While nothing happens, deadlines are looked at so often."""
-
-Closing = Literal["no", "drain", "abort", "closed"]
-
-
-class Mailbox:
-    """Outputs on their way from the thread to the loop, at most one per request."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self._lock = threading.Lock()
-        self._outputs: dict[str, RequestOutput] = {}
-        self._news = asyncio.Event()
-        self._closed = False
-
-    def put(self, output: RequestOutput) -> None:
-        """Leave an output, after what waits of the same request. From any thread."""
-        with self._lock:
-            first = not self._outputs
-            before = self._outputs.pop(output.request_id, None)
-            self._outputs[output.request_id] = before.then(output) if before else output
-        if first:
-            self.loop.call_soon_threadsafe(self._news.set)
-
-    def close(self) -> None:
-        """Nothing more will come. From any thread."""
-        self._closed = True
-        with contextlib.suppress(RuntimeError):  # a loop that is closed waits for nothing
-            self.loop.call_soon_threadsafe(self._news.set)
-
-    async def take(self) -> RequestOutput | None:
-        """The output that has waited longest; None if there will be none."""
-        while True:
-            with self._lock:
-                if self._outputs:
-                    return self._outputs.pop(next(iter(self._outputs)))
-                if self._closed:
-                    return None
-                self._news.clear()
-            await self._news.wait()
-
-    def clear(self) -> None:
-        with self._lock:
-            self._outputs.clear()
-
-
-class Driver(threading.Thread):
-    """The thread that owns the device: it steps while there is anything to do."""
-
-    def __init__(self, llm: LLM):
-        super().__init__(name="kvjax engine", daemon=True)
-        self._llm = llm
-        self._wake = threading.Condition()
-        self._calls: deque[tuple[Callable[[], Any], concurrent.futures.Future]] = deque()
-        self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
-        self._when_ended: list[Callable[[], None]] = []
-        self.closing: Closing = "no"
-        self._news = False
-        """Whether anything has happened since the last round began."""
-        llm.engine.compile_beside(self.look)
-
-    def watch(self, mailbox: Mailbox) -> None:
-        """Close a mailbox when this thread ends, and see what it was made for."""
-        with self._wake:
-            self._mailboxes.add(mailbox)
-            self._notify()
-            if self.closing != "closed":
-                return
-        mailbox.close()
-
-    def look(self) -> None:
-        """There may be something to do. From any thread."""
-        with self._wake:
-            self._notify()
-
-    def _notify(self) -> None:
-        self._news = True
-        self._wake.notify()
-
-    def call[T](self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Have the thread call a function between two rounds. From any thread."""
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        with self._wake:
-            if self.closing != "no":
-                raise UserError("the engine is closed")
-            self._calls.append((function, future))
-            self._notify()
-        return future
-
-    def close(self, closing: Closing, when_ended: Callable[[], None] | None = None) -> None:
-        """Have the thread end: once all requests have ended, or at once. From any thread."""
-        with self._wake:
-            if self.closing != "closed":
-                self.closing = closing
-                self._when_ended += [when_ended] if when_ended else []
-                self._notify()
-                return
-        if when_ended is not None:
-            when_ended()
-
-    def run(self) -> None:
-        try:
-            while self._wait():
-                self._turn()
-        except BaseException as error:  # of an engine that cannot even die
-            log.critical("the engine's thread ends", exc_info=error)
-        finally:
-            with self._wake:
-                self.closing = "closed"
-            for mailbox in list(self._mailboxes):
-                mailbox.close()
-            for _, future in self._calls:
-                future.cancel()
-            for when_ended in self._when_ended:
-                when_ended()
-
-    def _wait(self) -> bool:
-        """Sleep until there is something to do; False when there will be nothing any more."""
-        with self._wake:
-            self._wake.wait_for(
-                lambda: self._calls or self._llm.has_unfinished() or self.closing != "no"
-            )
-            if self._llm.engine.only_compiles:
-                # Deadlines pass without a word.
-                self._wake.wait_for(lambda: self._news, DEADLINES_SECONDS)
-            self._news = False
-            return bool(self._calls) or self._llm.has_unfinished()
-
-    def _turn(self) -> None:
-        """Calls that wait, and a round."""
-        while self._calls:
-            function, future = self._calls.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
-        if self.closing == "abort":
-            for name in list(self._llm.engine.intake.open):
-                with contextlib.suppress(UserError):
-                    self._llm.abort(name)
-        try:
-            if self._llm.has_unfinished():
-                self._llm.step()
-        except BaseException as error:
-            log.error("a step failed", exc_info=error)
-            self._llm.recovery.die(f"a step failed ({in_one_line(error)})")
-
 
 _DRIVERS: weakref.WeakSet[Driver] = weakref.WeakSet()
 
@@ -272,18 +120,51 @@ class AsyncLLM:
             UserError: the request can never be served, too many wait, the engine is dead or closed,
                 or this is another event loop.
         """
-        loop = self._begin()
-        mailbox = Mailbox(loop)
+        mailbox, on_output = self._mailbox()
         name = self.llm.add_request(
             prompt,
             sampling,
             compression,
             request_id=request_id,
-            on_output=mailbox.put,
+            on_output=on_output,
             deadline=deadline,
             report_kept=report_kept,
         )
         return AsyncOutputs(self, mailbox, [name])
+
+    def add_together(
+        self,
+        asked: Sequence[tuple[Prompt, SamplingParams]],
+        compression: CompressionConfig | None = None,
+        *,
+        deadline: float | None = None,
+        report_kept: bool = False,
+    ) -> "AsyncOutputs":
+        """Queue some requests, all or none; their outputs come from one iterator.
+
+        Args:
+            asked: prompts, each with how its tokens are chosen.
+            compression: settings of their caches.
+            deadline: seconds from now after which they end with what they have.
+            report_kept: whether the first one's output says which tokens each head kept.
+
+        Raises:
+            UserError: as for `add`, of any of them.
+        """
+        mailbox, on_output = self._mailbox()
+        names: list[str] = []
+        try:
+            for prompt, sampling in asked:
+                names.append(
+                    self.llm.add_request(
+                        prompt, sampling, compression, on_output=on_output, deadline=deadline,
+                        report_kept=report_kept and not names,
+                    )
+                )  # fmt: skip
+        except BaseException:
+            self.abandon(names)
+            raise
+        return AsyncOutputs(self, mailbox, names)
 
     def stream(
         self,
@@ -299,11 +180,10 @@ class AsyncLLM:
             UserError: there are no prompts, or not as many settings as prompts; the engine is
                 closed, or this is another event loop.
         """
-        loop = self._begin()
-        mailbox = Mailbox(loop)
+        mailbox, on_output = self._mailbox()
         names: list[str | RequestOutput] = []
         try:
-            self.llm.add_all(names, prompts, sampling, compression, mailbox.put)
+            self.llm.add_all(names, prompts, sampling, compression, on_output)
         except BaseException:
             self.llm.abandon(names)
             raise
@@ -343,8 +223,33 @@ class AsyncLLM:
         logprobs: bool = False,
         compression: CompressionConfig | None = None,
     ) -> None:
-        """Compile what prompts of these lengths need, as `LLM.warm_up`; requests wait meanwhile."""
-        await self._call(lambda: self.llm.warm_up(prompt_lens, logprobs, compression))
+        """Compile what prompts of these lengths need, as `LLM.warm_up`; requests go on meanwhile,
+        and those that wait for steps come first."""
+        requests, worker = self.llm.like(prompt_lens, logprobs, compression), self.llm.worker
+        for request in requests:
+            await self._compile(await self._call(lambda one=request: [*needs_ahead(worker, one)]))
+
+    async def _compile(self, needs: Sequence[Need]) -> None:
+        """Have some steps compiled beside the rounds.
+
+        Raises:
+            Exception: one of them does not compile.
+        """
+        own = {need.key for need in needs}
+        while True:
+            under_way = await self._call(lambda: self.llm.engine.compile_ahead(needs))
+            if under_way is None:
+                return
+            if not under_way:  # a request's step is next, and a round has to begin
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            ended, tell = _signal(asyncio.get_running_loop())
+            for future in under_way.values():
+                future.add_done_callback(tell)
+            await ended.wait()
+            for key, future in under_way.items():
+                if future.done() and key in own:
+                    future.result()
 
     async def retain(self, prompt: Prompt, compression: CompressionConfig | None = None) -> int:
         """Prefill, compress and retain a prompt, as `LLM.retain`; requests go on meanwhile."""
@@ -362,8 +267,11 @@ class AsyncLLM:
     async def load_prefix(
         self, path: str | os.PathLike[str], compression: CompressionConfig | None = None
     ) -> int:
-        """Retain what `save_prefix` wrote, as `LLM.load_prefix`; requests wait while it is read."""
-        return await self._call(lambda: self.llm.load_prefix(path, compression))
+        """Retain what `save_prefix` wrote, as `LLM.load_prefix`; requests go on meanwhile."""
+        worker = await self._call(lambda: without_state(self.llm.worker))
+        prefix = await asyncio.to_thread(retaining.read, self.llm, worker, path, compression)
+        await self._compile([*needs_of_file(worker, prefix.held)])
+        return await self._call(lambda: retaining.put(self.llm, prefix))
 
     async def aclose(self, drain: bool = False) -> None:
         """End the thread; nothing can be added any more. May be called again.
@@ -380,19 +288,19 @@ class AsyncLLM:
         if self._driver.ident is None:
             self._driver.closing = "closed"
             return
-        ended = asyncio.Event()
-
-        def when_ended() -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(ended.set)
-
-        self._driver.close("drain" if drain else "abort", when_ended)
+        ended, tell = _signal(loop)
+        self._driver.close("drain" if drain else "abort", tell)
         await ended.wait()
         self._driver.join()
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         self._begin()
         return await asyncio.wrap_future(self._driver.call(function))
+
+    def _mailbox(self) -> tuple[Mailbox, Callable[[RequestOutput], None]]:
+        """A mailbox for some requests, and what brings their outputs there."""
+        mailbox = Mailbox(self._begin())
+        return mailbox, functools.partial(self._driver.post.put, mailbox)
 
     def watch(self, mailbox: Mailbox) -> None:
         """There is a mailbox with requests of its own."""
@@ -426,6 +334,17 @@ class AsyncLLM:
         return loop
 
 
+def _signal(loop: asyncio.AbstractEventLoop) -> tuple[asyncio.Event, Callable[..., None]]:
+    """An event of a loop, and what sets it from any thread."""
+    event = asyncio.Event()
+
+    def tell(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # a loop that is closed waits for nothing
+            loop.call_soon_threadsafe(event.set)
+
+    return event, tell
+
+
 class AsyncOutputs(AsyncIterator[RequestOutput]):
     """The outputs of some requests as they come, those of one request merged while they wait.
 
@@ -446,21 +365,34 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
         front.watch(mailbox)
 
     async def __anext__(self) -> RequestOutput:
+        output = await self.next_within(None)
+        assert output is not None
+        return output
+
+    async def next_within(self, silence: float | None) -> RequestOutput | None:
+        """The next output; None if none came for so many seconds (None: however long it takes).
+
+        Raises:
+            StopAsyncIteration: all requests have ended.
+            UserError: the engine's thread has ended, or this is another event loop.
+        """
         if asyncio.get_running_loop() is not self._mailbox.loop:
             raise UserError("outputs of AsyncLLM are read in another event loop: read them in its")
         if not self._running:
             raise StopAsyncIteration
         try:
-            output = await self._mailbox.take()
+            output = await self._mailbox.take(silence)
         except BaseException:
             self.close()
             raise
-        if output is None:
-            self._running = frozenset()
-            raise UserError("the engine's thread has ended: make another AsyncLLM")
-        if output.finished:
+        if output is not None and output.finished:
             self._running -= {output.request_id}
         return output
+
+    @property
+    def running(self) -> bool:
+        """Whether there is more to come."""
+        return bool(self._running)
 
     def close(self) -> None:
         """End those of the requests that still run; their outputs are dropped."""

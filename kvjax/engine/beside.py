@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import jax
@@ -74,6 +74,9 @@ class Beside:
             self._known = self._asked
             self._doomed = {n: e for n, e in self._doomed.items() if n in self._known}
         self._asked, self._wanted = {}, {}
+        self._take_ended()
+
+    def _take_ended(self) -> None:
         for key, future in list(self._compiled.under_way.items()):
             if future.done():
                 del self._compiled.under_way[key]
@@ -88,6 +91,29 @@ class Beside:
         for name, (_, needs) in self._known.items():
             if any(need.key == key for need in needs):
                 self._doomed[name] = error
+
+    def ahead(
+        self, needs: Iterable[Need], alone: bool, queued: bool
+    ) -> dict[StepKey, Future[float]] | None:
+        """Have steps compiled before any request needs them; to be called again and again.
+
+        Requests that wait for steps come first.
+
+        Args:
+            needs: the steps.
+            alone: whether no request runs.
+            queued: whether any request waits.
+
+        Returns:
+            The compilations under way, whoever needs them; None once all of these are there.
+        """
+        self._at_once = self._cores if alone else 1
+        self._take_ended()
+        missing = self._missing(needs)
+        if not (queued and self.waiting):
+            for need in missing:
+                self._start(need)
+        return dict(self._compiled.under_way) if missing else None
 
     def ready(self, request: Request) -> bool:
         """Whether a request can begin; if not, what it lacks is compiled."""

@@ -7,6 +7,7 @@ the text of the round before.
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import cast
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 
 from kvjax.cache.policy import DecodeRule, Method
 from kvjax.engine.beside import Beside
+from kvjax.engine.compilation import StepKey
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decisions import (
     Begin,
@@ -34,6 +36,7 @@ from kvjax.engine.intake import Intake, Owner
 from kvjax.engine.job import PromptJob
 from kvjax.engine.keeping import Keeper
 from kvjax.engine.metrics import EngineMetrics
+from kvjax.engine.needs import Need
 from kvjax.engine.outbox import Outbox
 from kvjax.engine.request import FinishReason, Request
 from kvjax.engine.scheduler import Scheduler
@@ -84,9 +87,21 @@ class Engine:
     @property
     def only_compiles(self) -> bool:
         """Whether rounds have nothing to do until a step is compiled or somebody comes or goes."""
-        scheduler = self.scheduler
-        idle = not scheduler.running and scheduler.prefilling is None and not self.outbox.pending
+        idle = self._alone and not self.outbox.pending
         return idle and self.beside is not None and self.beside.under_way > 0
+
+    def compile_ahead(self, needs: Sequence[Need]) -> dict[StepKey, Future[float]] | None:
+        """`Beside.ahead`, between two rounds."""
+        assert self.beside is not None
+        found = self.beside.ahead(needs, self._alone, bool(self.scheduler.waiting))
+        self.metrics.compiled_beside(self.beside)
+        self.metrics.observe(self.scheduler, self.worker)
+        return found
+
+    @property
+    def _alone(self) -> bool:
+        """Whether compilations hold up nobody."""
+        return not self.scheduler.running and self.scheduler.prefilling is None
 
     def add(self, request: Request) -> None:
         """Queue a request; others may be running. From any thread.
@@ -173,7 +188,7 @@ class Engine:
             yield
             return
         scheduler = self.scheduler
-        self.beside.begin_round(alone=not scheduler.running and scheduler.prefilling is None)
+        self.beside.begin_round(self._alone)
         yield
         for request, error in self.beside.take_lost():
             self.fail(request, error)

@@ -24,7 +24,7 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
-from kvjax.engine.needs import warm_up_sharing
+from kvjax.engine.needs import needs_of, sharing
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import request_tokens
@@ -142,21 +142,28 @@ class LLM:
 
         Without it each step compiles when it is first needed, while requests wait.
         """
+        for request in self.like(prompt_lens, logprobs, compression):
+            with self.engine.owner("warm_up"), held():
+                self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
+                for one in sharing(self.worker, request):
+                    calls = [need.call() for need in needs_of(self.worker, one)]
+                    self.worker.compiled.compile(calls)
+                self.metrics.observe(self.scheduler, self.worker)
+
+    def like(
+        self, prompt_lens: Sequence[int], logprobs: bool, compression: CompressionConfig | None
+    ) -> list[Request]:
+        """Requests with prompts of these lengths; none is queued."""
+        found = []
         for length in prompt_lens:
             check_whole("prompt length", length, 1, self.max_len)
-            prompt = np.zeros(length, np.int32)
             sampling = SamplingParams(
                 max_tokens=max(1, min(2, self.max_len - length)),
                 logprobs=MAX_LOGPROBS if logprobs else None,
             )
-            request = checked_request(
-                self, prompt, sampling, compression or self.compression, "warm-up", -1
-            )
-            with self.engine.owner("warm_up"), held():
-                self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
-                if request.sharing is not None:
-                    warm_up_sharing(self.worker, request)
-                self.metrics.observe(self.scheduler, self.worker)
+            prompt, settings = np.zeros(length, np.int32), compression or self.compression
+            found.append(checked_request(self, prompt, sampling, settings, "warm-up", -1))
+        return found
 
     def check_offers(self, method: str | Method) -> None:
         """Refuse a method that no request could bring.
@@ -338,7 +345,7 @@ class LLM:
         Raises:
             UserError: it is no such file, or of another model or other settings, or has no room.
         """
-        return retaining.load(self, path, compression)
+        return retaining.put(self, retaining.read(self, self.worker, path, compression))
 
     def forget_prefixes(self) -> None:
         """Give back the blocks of all prefixes that are retained."""

@@ -6,7 +6,8 @@ One sequence at a time: larger batches are quicker, and none of them is needed.
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,50 +29,81 @@ class Need(NamedTuple):
     """A call to compile, of shapes alone; tracing it may take long."""
 
 
+def _need(call: StepCall) -> Need:
+    # With this call: by the time it is compiled, another size might do.
+    return Need(call.key, lambda: of_shapes(call))
+
+
 def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
     """What a request needs that begins with the plan that it has."""
     worker, top, outside = without_state(worker), num_top([request]), worker.config.num_rows
 
-    def need(call: Callable[[], StepCall]) -> Need:
-        return Need(call().key, lambda: of_shapes(call()))
-
-    yield need(lambda: worker.empty_call([]))
+    yield _need(worker.empty_call([]))
     if worker.config.sharing:
-        yield need(lambda: worker.share_call(0, outside))
+        yield _need(worker.share_call(0, outside))
     job = worker.begin(request)
     logits: Callable[[], Any] = lambda: job.logits  # noqa: E731
     if job.in_pool and job.chunks:
-        yield need(lambda: worker.chunk_call(job))
+        yield _need(worker.chunk_call(job))
         logits = functools.partial(_logits, worker, job)
     elif not job.in_pool:
         yield from _in_scratch(worker, request, job)
         logits = functools.partial(_logits, worker, job)
     if job.retains and len(job.tokens) < request.length:
         rest = worker.go_on(request, request.all_tokens, len(job.tokens), None)
-        yield need(lambda: worker.chunk_call(rest))
+        yield _need(worker.chunk_call(rest))
         logits = functools.partial(_logits, worker, rest)
     key = worker.start_call(request, outside, None, None, top).key
     yield Need(key, lambda: of_shapes(worker.start_call(request, outside, logits(), FITS, top)))
-    yield need(lambda: worker.decode_call([outside], 1, request.method.decode, top))
+    yield _need(worker.decode_call([outside], 1, request.method.decode, top))
     if request.budget is not None:
         longest, most = request.length + request.remaining, request.compression.max_kvs_per_step
-        yield need(lambda: worker.compress_call([outside], [0], [0], request.method, most, longest))
+        yield _need(worker.compress_call([outside], [0], [0], request.method, most, longest))
     if request.report_kept:
         written = len(request.prompt) + worker.config.decode_steps_per_sync
         table = np.zeros(worker.cache.block_table.shape[1:], np.int32)
-        yield need(lambda: worker.kept_call(table, -(-written // worker.config.block_size)))
+        yield _need(worker.kept_call(table, -(-written // worker.config.block_size)))
 
 
-def warm_up_sharing(worker: Worker, request: Request) -> None:
-    """Compile what such a request needs that is retained for others on its way, and what one needs
-    that goes on from it with a short text."""
+def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
+    """What requests like this one may need, whatever runs beside them: `needs_of`, also where they
+    share, and every size of decode steps and compressions."""
+    yield from needs_of(worker, request)
+    for one in sharing(worker, request):
+        yield from needs_of(worker, one)
+    worker, top, outside = without_state(worker), num_top([request]), worker.config.num_rows
+
+    for group in worker.decode_sizes:
+        slots = [outside] * group
+        yield _need(worker.decode_call(slots, 1, request.method.decode, top, exact=True))
+    if request.budget is None:
+        return
+    most = request.compression.max_kvs_per_step
+    for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):
+        slots, longest = [outside] * group, width * worker.config.block_size
+        yield _need(
+            worker.compress_call(slots, slots, slots, request.method, most, longest, exact=True)
+        )
+
+
+def sharing(worker: Worker, request: Request) -> Iterator[Request]:
+    """Such a request where it is retained for others on its way, and one that goes on from it with
+    a short text; nothing where it shares nothing."""
+    if request.sharing is None:
+        return
     grain, tokens = worker.config.share_grain, request.all_tokens
     retained = Prefixes(grain=grain).plan(request.sharing, tokens)
     match = Prefix(tokens[:-1], request.sharing, 0)
     for plan in (retained, Plan(match, len(tokens), retains=False)):
         if plan is not None and request.fits_at(plan.until):
-            some = dataclasses.replace(request, plan=plan)
-            worker.compiled.compile([need.call() for need in needs_of(worker, some)])
+            yield dataclasses.replace(request, plan=plan)
+
+
+def needs_of_file(worker: Worker, held: Mapping[str, np.ndarray]) -> Iterator[Need]:
+    """What puts a prefix into the cache that was saved, and makes room for it."""
+    worker = without_state(worker)
+    yield _need(worker.empty_call([]))
+    yield _need(worker.restore_call(0, held))
 
 
 def _in_scratch(worker: Worker, request: Request, job: PromptJob) -> Iterator[Need]:

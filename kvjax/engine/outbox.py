@@ -20,6 +20,8 @@ class Outbox:
         """Ids of requests with tokens or an end that has not been emitted, in order."""
         self.emitted: list[RequestOutput] = []
         """Outputs of this round that a callback has had, or that nobody waits for."""
+        self.on_emitted: Callable[[], None] = lambda: None
+        """Called once for all outputs of a round, after the callbacks."""
         self.interruption: BaseException | None = None
         """What interrupted a callback of this round, to be raised when the round has ended."""
 
@@ -66,6 +68,7 @@ class Outbox:
                 self.interruption = self.interruption or error
             if not ended and request.finish_reason is not None:
                 stopped.append(request)
+        self.on_emitted()
         return stopped
 
     def _deliver(self, request: Request, output: RequestOutput) -> None:

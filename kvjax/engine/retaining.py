@@ -2,9 +2,11 @@
 
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.config import as_method
@@ -17,6 +19,7 @@ from kvjax.engine.prefixes import Prefix
 from kvjax.engine.prompts import Prompt, token_ids
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
+from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,21 +74,41 @@ def save(
     return len(prefix.tokens)
 
 
-def load(llm: "LLM", path: str | os.PathLike[str], compression: CompressionConfig | None) -> int:
-    """See `LLM.load_prefix`."""
+class Saved(NamedTuple):
+    """A prefix that was read from a file."""
+
+    path: str | os.PathLike[str]
+    tokens: np.ndarray
+    settings: Hashable
+    logits: np.ndarray | None
+    held: Mapping[str, np.ndarray]
+
+
+def read(
+    llm: "LLM",
+    worker: Worker,
+    path: str | os.PathLike[str],
+    compression: CompressionConfig | None,
+) -> Saved:
+    """A file that `save` wrote, in the types of a worker's cache; of that no array is read."""
     found, arrays = prefix_files.read(path)
     tokens, logits = arrays.pop("tokens"), arrays.pop("logits", None)
     compression = llm.compression if compression is None else compression
     settings = checked_request(llm, tokens, SHORTEST, compression, "prefix", -1).sharing
     if settings is None:
         raise UserError(f"prefix {path}: nothing is shared with these settings")
-    prefix_files.check(path, found, Kind.of(llm.model.fingerprint, llm.worker, settings))
+    prefix_files.check(path, found, Kind.of(llm.model.fingerprint, worker, settings))
     try:
-        kept = typed(llm.worker.cache, {n.removeprefix("held."): x for n, x in arrays.items()})
+        arrays = typed(worker.cache, {n.removeprefix("held."): x for n, x in arrays.items()})
     except ValueError as error:
         raise UserError(f"prefix {path}: {error}; give a file that was saved whole") from None
+    return Saved(path, tokens, settings, logits, arrays)
+
+
+def put(llm: "LLM", prefix: Saved) -> int:
+    """Retain a prefix that was read. Returns its tokens."""
     with llm.engine.owner("load_prefix"), held():
-        last = None if logits is None else jnp.asarray(logits)
-        if not llm.engine.keeper.load(tokens, settings, last, kept):
-            raise UserError(f"prefix {path}: no room for its blocks; give a larger pool")
-    return len(tokens)
+        logits = None if prefix.logits is None else jnp.asarray(prefix.logits)
+        if not llm.engine.keeper.load(prefix.tokens, prefix.settings, logits, prefix.held):
+            raise UserError(f"prefix {prefix.path}: no room for its blocks; give a larger pool")
+    return len(prefix.tokens)

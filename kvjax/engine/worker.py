@@ -7,6 +7,7 @@ sizes (prompt chunks, sequences that decode, widths of block tables), each when 
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -320,15 +321,16 @@ class Worker:
         self.cache, _ = self.compiled.run(self.share_call(source, target))
 
     def share_call(self, source: int, target: int) -> StepCall:
-        args = (self.cache, np.int32(source), np.int32(target))
-        return StepCall(StepKey("share"), _SHARE, args)
+        return StepCall(StepKey("share"), _SHARE, (self.cache, np.int32(source), np.int32(target)))
 
     def restore(self, row: int, held: Mapping[str, np.ndarray]) -> bool:
         """Let an empty row hold what was saved. Returns whether there was room."""
-        key = StepKey("restore", sizes=(len(held["metric"]),))
-        args = (self.cache, np.int32(row), dict(held))
-        self.cache, ok = self.compiled.run(StepCall(key, _RESTORE, args))
+        self.cache, ok = self.compiled.run(self.restore_call(row, held))
         return bool(ok)
+
+    def restore_call(self, row: int, held: Mapping[str, np.ndarray]) -> StepCall:
+        key = StepKey("restore", sizes=(len(held["metric"]),))
+        return StepCall(key, _RESTORE, (self.cache, np.int32(row), dict(held)))
 
     def insert(self, job: PromptJob, slot: int, num_top: int | None) -> InsertReport:
         """Put what a finished job keeps into an empty slot, and let it decode."""
@@ -466,12 +468,10 @@ class Worker:
         for group in self.decode_sizes:
             self.decode([outside] * group, 0, request.method.decode, num_top)
         if request.budget is not None:
-            most = request.compression.max_kvs_per_step
-            for group in self.compress_sizes:
-                for width in self.compress_widths:
-                    longest = width * self.config.block_size
-                    slots = [outside] * group
-                    self.compress(slots, slots, slots, request.method, most, longest)
+            method, most = request.method, request.compression.max_kvs_per_step
+            for group, width in itertools.product(self.compress_sizes, self.compress_widths):
+                slots, longest = [outside] * group, width * self.config.block_size
+                self.compress(slots, slots, slots, method, most, longest)
         self.empty([])
 
     def _padded(self, slots: Sequence[int], group: int) -> np.ndarray:

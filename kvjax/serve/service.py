@@ -176,21 +176,15 @@ class Service:
             ApiError: it can never be served, or not now.
         """
         self.check_open()
-        begun: list[AsyncOutputs] = []
+        asked = [(prompt, sampling) for prompt in job.prompts for sampling in job.samplings]
         try:
             # The response says what was reached.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RateWarning)
-                for prompt in job.prompts:
-                    for sampling in job.samplings:
-                        outputs = self.llm.add(
-                            prompt, sampling, job.compression, deadline=job.deadline,
-                            report_kept=job.detail and not begun,
-                        )  # fmt: skip
-                        begun.append(outputs)
+                choices = self.llm.add_together(
+                    asked, job.compression, deadline=job.deadline, report_kept=job.detail
+                )
         except UserError as error:
-            for outputs in begun:
-                outputs.close()
             if isinstance(error, QueueFull):
                 waiting = len(self.llm.llm.scheduler.waiting)
                 headers = {"Retry-After": str(self.retry_after(waiting))}
@@ -198,22 +192,24 @@ class Service:
                                headers=headers) from error  # fmt: skip
             self.check_open()
             raise ApiError(400, str(error)) from error
-        self._open.update(begun)
-        return Running(self, begun)
+        self._open.add(choices)
+        return Running(self, choices)
 
     def note_end(self, outputs: AsyncOutputs) -> None:
-        """One of those that `begin` gave is done with."""
+        """The choices of a request are done with."""
         self._open.discard(outputs)
-        self._ended.append(time.monotonic())
+        self._ended.extend([time.monotonic()] * len(outputs.request_ids))
 
 
 class Running:
     """The choices of one request while they run; close it to end those that still do."""
 
-    def __init__(self, service: Service, choices: list[AsyncOutputs]):
+    def __init__(self, service: Service, choices: AsyncOutputs):
         self._service, self._choices = service, choices
-        self.last: list[RequestOutput | None] = [None] * len(choices)
+        self._numbers = {name: number for number, name in enumerate(choices.request_ids)}
+        self.last: list[RequestOutput | None] = [None] * len(self._numbers)
         """The newest output of each."""
+        self._closed = False
 
     def __enter__(self) -> "Running":
         return self
@@ -223,10 +219,10 @@ class Running:
 
     def close(self) -> None:
         """End those that still run."""
-        for outputs in self._choices:
-            outputs.close()
-            self._service.note_end(outputs)
-        self._choices = []
+        if not self._closed:
+            self._closed = True
+            self._choices.close()
+            self._service.note_end(self._choices)
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -242,45 +238,28 @@ class Running:
         """
         clocks: dict[int, float] = {}
         begun = time.perf_counter()
-        iterators = [outputs.__aiter__() for outputs in self._choices]
-        tasks = {
-            asyncio.ensure_future(iterator.__anext__()): number
-            for number, iterator in enumerate(iterators)
-        }
-        try:
-            while tasks:
-                done, _ = await asyncio.wait(
-                    tasks, timeout=silence, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
-                    yield -1, None
-                for task in done:
-                    number = tasks.pop(task)
-                    output = self._checked(task)
-                    now = time.perf_counter()
-                    before = self.last[number]
-                    new = len(output.token_ids) - (len(before.token_ids) if before else 0)
-                    self._service.metrics.sent(
-                        new, now - clocks.get(number, begun), first=number not in clocks
-                    )
-                    if new:
-                        clocks[number] = now
-                    self.last[number] = output
-                    if not output.finished:
-                        tasks[asyncio.ensure_future(iterators[number].__anext__())] = number
-                    yield number, output
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.gather(*tasks, return_exceptions=True)
+        while self._choices.running:
+            try:
+                output = await self._choices.next_within(silence)
+            except UserError as error:
+                raise ApiError(503, str(error), code="engine_dead") from error
+            if output is None:
+                yield -1, None
+                continue
+            self._check(output)
+            number, now = self._numbers[output.request_id], time.perf_counter()
+            before = self.last[number]
+            new = len(output.token_ids) - (len(before.token_ids) if before else 0)
+            self._service.metrics.sent(
+                new, now - clocks.get(number, begun), first=number not in clocks
+            )
+            if new:
+                clocks[number] = now
+            self.last[number] = output
+            yield number, output
 
-    def _checked(self, task: "asyncio.Future[RequestOutput]") -> RequestOutput:
-        """What came, if it is no failure."""
-        try:
-            output = task.result()
-        except UserError as error:
-            raise ApiError(503, str(error), code="engine_dead") from error
+    def _check(self, output: RequestOutput) -> None:
+        """Raise what the client is told where an output is a failure."""
         if output.finish_reason == "error":
             if self._service.dead is not None:
                 raise ApiError(503, f"the engine is {self._service.dead}", code="engine_dead")
@@ -293,4 +272,3 @@ class Running:
         if output.finish_reason == "pool" and not output.token_ids:
             raise ApiError(503, "blocks ran out before the first token: ask for fewer tokens or "
                            "a higher rate", code="pool_full")  # fmt: skip
-        return output

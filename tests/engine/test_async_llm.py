@@ -202,6 +202,73 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tiny_params, expected):
     run(main())
 
 
+def test_one_call_of_the_loop_wakes_all_readers_of_a_round(tiny_params):
+    outputs = calls = 0
+
+    async def reads(llm, prompt):
+        nonlocal outputs
+        async for _ in llm.add(prompt, greedy(60)):
+            outputs += 1
+
+    async def main():
+        nonlocal calls
+        async with make(tiny_params) as llm:
+            await llm.generate(prompts_of(*LENGTHS), greedy(4))
+            loop = asyncio.get_running_loop()
+            call = loop.call_soon_threadsafe
+
+            def counted(*args, **settings):
+                nonlocal calls
+                calls += 1
+                return call(*args, **settings)
+
+            loop.call_soon_threadsafe = counted
+            async with asyncio.TaskGroup() as group:
+                for prompt in prompts_of(10) * 4:
+                    group.create_task(reads(llm, prompt))
+            # Each has more parts than one, and no part a call of its own.
+            assert calls * 2 < outputs
+
+    run(main())
+
+
+def test_requests_that_come_together(tiny_params, expected):
+    """All or none, from one iterator."""
+
+    async def main():
+        async with make(tiny_params) as llm:
+            with pytest.raises(UserError, match="the prompt is empty"):
+                llm.add_together([(prompts_of(10)[0], greedy(200)), ([], greedy(20))])
+            await settled(llm)
+            assert llm.metrics.as_dict()['kvjax_requests_ended_total{reason="abort"}'] == 1
+            asked = [(prompt, greedy(20)) for prompt in prompts_of(*LENGTHS)]
+            outputs, last = llm.add_together(asked, deadline=60.0, report_kept=True), {}
+            async for output in outputs:
+                last[output.request_id] = output
+            found = [last[name] for name in outputs.request_ids]
+            assert tokens_of(found) == expected
+            assert [one.stats.kept_tokens is None for one in found] == [False, True, True]
+
+    run(main())
+
+
+def test_silence_is_told(tiny_params, expected):
+    async def main():
+        async with make(tiny_params, max_batch=1) as llm:
+            first, second = (llm.add(prompts_of(10)[0], greedy(20)) for _ in range(2))
+            silent = 0
+            while (output := await second.next_within(1e-4)) is None:
+                silent += 1
+            assert silent > 0
+            tokens = [output, *[one async for one in second]][-1].token_ids
+            assert tokens == expected[0]
+            assert not second.running
+            assert first.running
+            assert tokens_of([[one async for one in first][-1]]) == [expected[0]]
+
+    run(main())
+
+
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing_while_requests_run(tiny_params, expected, drain):
     async def main():

@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import jax
+import numpy as np
 import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.engine.async_llm import AsyncLLM
-from kvjax.engine.compilation import StepCall
+from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.request import RequestOutput
 from tests.engine.serving import FULL, alone, assert_empty, greedy, prompts_of
 from tests.engine.test_async_llm import make, run, settled
@@ -31,6 +32,8 @@ class Gate:
         self.reached, self.open = threading.Event(), threading.Event()
         self.error: Exception | None = None
         self.tried = 0
+        self.order: list[StepKey] = []
+        """What was compiled."""
         compiled = llm.llm.worker.compiled
         add = compiled.add
 
@@ -42,6 +45,7 @@ class Gate:
                 if self.error is not None:
                     raise self.error
             add(call)
+            self.order.append(call.key)
 
         compiled.add = slow  # type: ignore[method-assign]
 
@@ -227,6 +231,77 @@ def test_a_batch_whose_step_compiles_runs_in_parts(tiny_params):
                 await anext(running[0])
             for outputs in running:
                 outputs.close()
+
+    run(main())
+
+
+def test_a_warm_up_holds_up_nobody(tiny_params, expected):
+    async def main():
+        async with gated(tiny_params) as (llm, gate):
+            running = llm.add(prompts_of(SHORT)[0], greedy(200))
+            await anext(running)
+            warm = asyncio.create_task(llm.warm_up([LONG]))
+            await reached(gate.reached)
+            behind = await last_of(llm.add(prompts_of(SHORT)[0], greedy(20)))
+            assert behind.token_ids == expected[0]
+            assert not warm.done()
+            # Steps that a request waits for come before those that none has needed.
+            waits = asyncio.create_task(last_of(llm.add(prompts_of(100)[0], greedy(4))))
+            while metric(llm, "requests_compiling") < 1:
+                await asyncio.sleep(0.01)
+            gate.open.set()
+            await warm
+            assert (await waits).error is None
+            running.close()
+            inserted = [key.sizes for key in gate.order if key.step == "insert"]
+            assert inserted == [(32,), (128,), (64,)]
+            known = set(llm.llm.worker.compiled.seconds)
+            (after,) = await llm.generate(prompts_of(LONG), greedy(20))
+            assert after.token_ids == expected[1]
+            assert set(llm.llm.worker.compiled.seconds) == known
+            assert metric(llm, "compile_stalls_total") == 0
+            assert metric(llm, "compile_seconds") == 0
+
+    run(main())
+
+
+def test_a_warm_up_that_fails_says_so(tiny_params, expected):
+    async def main():
+        async with gated(tiny_params) as (llm, gate):
+            gate.error = ValueError("no such kernel")
+            gate.open.set()
+            with pytest.raises(ValueError, match="no such kernel"):
+                await llm.warm_up([LONG])
+            gate.error = None
+            await llm.warm_up([LONG])
+            (output,) = await llm.generate(prompts_of(LONG), greedy(20))
+            assert output.token_ids == expected[1]
+            assert gate.tried == 2
+
+    run(main())
+
+
+def test_a_prefix_that_is_loaded_holds_up_nobody(tiny_params, tmp_path, expected):
+    document, path = prompts_of(40)[0], tmp_path / "document.safetensors"
+    sizes = {"share_prefix": "auto", "share_grain": 16, "retained_prefixes": 2}
+
+    async def main():
+        async with make(tiny_params, **sizes) as llm:
+            await llm.save_prefix(path, document)
+        async with gated(tiny_params, lambda c: c.key.step == "restore", **sizes) as (llm, gate):
+            running = llm.add(prompts_of(SHORT)[0], greedy(200))
+            await anext(running)
+            loads = asyncio.create_task(llm.load_prefix(path))
+            await reached(gate.reached)
+            other = await last_of(llm.add(prompts_of(SHORT)[0], greedy(20)))
+            assert other.token_ids == expected[0]
+            assert not loads.done()
+            gate.open.set()
+            assert await loads == len(document)
+            running.close()
+            assert metric(llm, "compile_stalls_total") == 0
+            (output,) = await llm.generate([np.append(document, 7)], greedy(2))
+            assert output.stats.cached_tokens == len(document)
 
     run(main())
 
