@@ -2,15 +2,16 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from openai.types import Completion, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 
 from kvjax.engine import RequestOutput, TokenLogprobs
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.serve.tools import CallReader, form_of
 
 _REASONS = {"eos": "stop", "stop": "stop"}
 """Ends by the interface's names; all others cut the answer short, which is its "length"."""
@@ -83,8 +84,8 @@ def _finite(logprob: float) -> float:
 class Answer:
     """Objects of one request: its id, its model, and the moment it was made."""
 
-    kind = ""
     prefix = ""
+    part_object = ""
 
     def __init__(self, model: str, tokenizer: Tokenizer):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -107,10 +108,11 @@ class Answer:
 
     def usage_chunk(self, usage: dict[str, Any], kvjax: dict[str, Any]) -> dict[str, Any]:
         """The part that follows the last, where usage was asked for."""
-        return self._made(choices=[], usage=usage, kvjax=kvjax, chunk=True)
+        return self._part([], usage=usage, kvjax=kvjax)
 
-    def _made(self, *, chunk: bool = False, **fields: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    def _part(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        # Written for every round of every request: nothing is checked here that tests can check.
+        return {**self._common, "object": self.part_object, "choices": choices, **extra}
 
     def _text(self, token: int) -> tuple[str, list[int]]:
         """A token's text, with U+FFFD for half a character, and its bytes."""
@@ -125,46 +127,79 @@ class Answer:
         return found
 
 
-def _reason(output: RequestOutput) -> str | None:
-    return None if output.finish_reason is None else _REASONS.get(output.finish_reason, "length")
+def _reason(output: RequestOutput, called: bool = False) -> str | None:
+    if output.finish_reason is None:
+        return None
+    reason = _REASONS.get(output.finish_reason, "length")
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 class ChatAnswer(Answer):
     """POST /v1/chat/completions"""
 
     prefix = "chatcmpl"
+    part_object = "chat.completion.chunk"
 
-    def _made(self, *, chunk: bool = False, **fields: Any) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if chunk else "chat.completion"
-        made = ChatCompletionChunk if chunk else ChatCompletion
-        value = {**self._common, "object": kind, **fields}
-        return made.model_validate(value).model_dump(mode="json", exclude_unset=True)
+    def __init__(self, model: str, tokenizer: Tokenizer, tools: Collection[str] = ()):
+        """Begin an answer that may call these tools."""
+        super().__init__(model, tokenizer)
+        self._form = form_of(tokenizer.chat_template or "") if tools else None
+        self._tools, self._readers = tools, dict[int, CallReader]()
+        self._calls: dict[int, int] = {}
+        """How many calls each choice has."""
+
+    def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+        """New text of a choice without the calls in it, and these."""
+        if self._form is None:
+            return text, []
+        reader = self._readers.setdefault(index, CallReader(self._form, self._tools))
+        shown, calls = reader.push(text)
+        if ended:
+            rest, last = reader.flush()
+            shown, calls = shown + rest, calls + last
+        begun = self._calls.get(index, 0)
+        self._calls[index] = begun + len(calls)
+        return shown, [{"index": begun + i, **call.as_dict()} for i, call in enumerate(calls)]
 
     def whole(self, outputs, usage, kvjax):
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "finish_reason": _reason(output),
-                "logprobs": self._logprobs(output, 0),
-            }
-            for index, output in enumerate(outputs)
-        ]
-        return self._made(choices=choices, usage=usage, kvjax=kvjax)
+        choices = []
+        for index, output in enumerate(outputs):
+            text, calls = self._read(index, output.text, ended=True)
+            message = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                message["content"] = text.strip() or None
+                message["tool_calls"] = [
+                    {name: x for name, x in call.items() if name != "index"} for call in calls
+                ]
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "finish_reason": _reason(output, bool(calls)),
+                    "logprobs": self._logprobs(output, 0),
+                }
+            )
+        value = {**self._common, "object": "chat.completion", "choices": choices}
+        made = ChatCompletion.model_validate({**value, "usage": usage, "kvjax": kvjax})
+        return made.model_dump(mode="json", exclude_unset=True)
 
     def first(self, index):
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-        return self._made(choices=[choice], chunk=True)
+        return self._part([choice])
 
     def chunk(self, index, output, seen, **extra):
+        text, calls = self._read(index, output.new_text, output.finished)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = calls
         choice = {
             "index": index,
-            "delta": {"content": output.new_text} if output.new_text else {},
-            "finish_reason": _reason(output),
+            "delta": delta,
+            "finish_reason": _reason(output, self._calls.get(index, 0) > 0),
             "logprobs": self._logprobs(output, seen),
         }
-        return self._made(choices=[choice], chunk=True, **extra)
+        return self._part([choice], **extra)
 
     def _logprobs(self, output: RequestOutput, seen: int) -> dict[str, Any] | None:
         if output.logprobs is None:
@@ -185,25 +220,19 @@ class CompletionAnswer(Answer):
     """POST /v1/completions"""
 
     prefix = "cmpl"
-
-    def _made(self, *, chunk: bool = False, **fields: Any) -> dict[str, Any]:
-        value = {**self._common, "object": "text_completion", **fields}
-        for choice in value["choices"]:
-            # Parts of a stream have no reason yet, which the type has no word for.
-            choice.setdefault("finish_reason", None)
-        made = Completion.construct(**value)
-        return made.model_dump(mode="json", exclude_unset=True, warnings=False)
+    part_object = "text_completion"
 
     def whole(self, outputs, usage, kvjax):
         choices = [self._choice(i, output, output.text, 0) for i, output in enumerate(outputs)]
-        return self._made(choices=choices, usage=usage, kvjax=kvjax)
+        value = {**self._common, "object": "text_completion", "choices": choices}
+        made = Completion.model_validate({**value, "usage": usage, "kvjax": kvjax})
+        return made.model_dump(mode="json", exclude_unset=True)
 
     def first(self, index):
         return None
 
     def chunk(self, index, output, seen, **extra):
-        choices = [self._choice(index, output, output.new_text, seen)]
-        return self._made(choices=choices, chunk=True, **extra)
+        return self._part([self._choice(index, output, output.new_text, seen)], **extra)
 
     def _choice(self, index: int, output: RequestOutput, text: str, seen: int) -> dict[str, Any]:
         return {

@@ -30,6 +30,7 @@ from kvjax.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from kvjax.serve.schema import Request as Body
 from kvjax.serve.service import Service
 from kvjax.serve.streams import CLOSED, EventStream, events, whole
+from kvjax.serve.tools import names_of
 
 PAGE_FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -210,11 +211,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
+        tools = None if body.tool_choice == "none" else body.tools
+
         def prompts() -> list[Tokens]:
-            tools = None if body.tool_choice == "none" else body.tools
             return [render(service.tokenizer, body.messages, tools, body.chat_template_kwargs)]
 
-        answer = ChatAnswer(service.name, service.tokenizer)
+        answer = ChatAnswer(service.name, service.tokenizer, names_of(tools))
         return await generate(request, body, answer, prompts)
 
     @app.post("/v1/completions")
