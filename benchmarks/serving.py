@@ -3,8 +3,10 @@
     python -m benchmarks.serving --input-len 512 --output-len 64 --num-prompts 16 --rounds 3
 
 Both have engines of the same sizes that were warmed up, the server in a process of its own, and
-one works while the other is idle. The last line is JSON: seconds of each round, and the ratio of
-the throughputs (1 is no cost).
+one works while the other is idle. Where others use the machine, processor time is the better guide:
+the last line, JSON, has both, of each round, and the ratios (1 is no cost). What the server's event
+loop and the client took of it stands apart, and so do the engines' rounds and decode steps: where
+these are equal, the batches were. Needs Linux.
 """
 
 from kvjax.startup import guard
@@ -20,8 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
+import httpx
 import numpy as np
 
 from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams, load_model
@@ -46,17 +50,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def begin_server(
-    options: argparse.Namespace, max_len: int, pool: int, log: IO[str]
-) -> subprocess.Popen[bytes]:
-    """A server of the same sizes, on any port, that writes what it says into a file."""
-    sizes = {
-        "model": options.model, "rate": options.rate, "method": options.method, "port": 0,
-        "max-batch": options.num_prompts, "max-len": max_len, "pool-tokens": pool,
-        "warm-up": options.input_len, "max-waiting": 4 * options.num_prompts,
-    }  # fmt: skip
+def begin_server(sizes: dict[str, Any], log: IO[str]) -> subprocess.Popen[bytes]:
+    """A server of these options, on any port, that writes what it says into a file."""
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    return subprocess.Popen([sys.executable, "-m", "kvjax", "serve", *words], stderr=log)
+    command = [sys.executable, "-m", "kvjax", "serve", "--port", "0", *words]
+    return subprocess.Popen(command, stderr=log)
 
 
 def address(server: subprocess.Popen[bytes], log: IO[str]) -> str:
@@ -76,10 +74,28 @@ def address(server: subprocess.Popen[bytes], log: IO[str]) -> str:
     raise UserError(f"the server has ended: {log.read().strip()}")
 
 
+def seconds_of(task: str) -> float:
+    """Processor time of a process's threads, or of one thread, below /proc."""
+    folder = Path("/proc", task)
+    files = (
+        folder.glob("task/*/schedstat") if (folder / "task").is_dir() else [folder / "schedstat"]
+    )
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+COUNTS = ("rounds", "decode_steps")
+
+
+def counts_of(text: str) -> np.ndarray:
+    """Of an engine so far, from its metrics."""
+    found = [re.search(rf"^kvjax_{name}_total (\S+)$", text, re.MULTILINE) for name in COUNTS]
+    return np.array([float(one[1]) if one else 0.0 for one in found])
+
+
 def measure(
-    options: argparse.Namespace, url: str, max_len: int, pool: int
-) -> dict[str, list[float]]:
-    """Seconds of each round, through the server and without it."""
+    options: argparse.Namespace, server: int, url: str, max_len: int, pool: int
+) -> dict[str, Any]:
+    """What each round took, through the server (a process id) and without it."""
     model = load_model(options.model)
     compression = CompressionConfig(method=options.method, rate=options.rate)
     config = EngineConfig(max_batch=options.num_prompts, max_len=max_len, pool_tokens=pool)
@@ -89,19 +105,39 @@ def measure(
     prompts = prompts_of(source_tokens(model.tokenizer, None), lengths, 0)
     arrivals = [Arrival(0.0, options.input_len, options.output_len)] * len(prompts)
     sampling = SamplingParams(max_tokens=options.output_len, ignore_eos=True)
-    remote, seconds = Remote(url, None), {"http": [], "generate": []}
+    remote = Remote(url, None)
+    loop = f"{server}/task/{server}"
+    found: dict[str, Any] = {way: {} for way in ("http", "generate")}
+
+    def state() -> dict[str, np.ndarray]:
+        told = httpx.get(f"{url}/metrics", trust_env=False).text
+        times = [time.perf_counter(), *map(seconds_of, (str(server), loop, "self"))]
+        own = llm.metrics.prometheus()
+        return {"times": np.array(times), "http": counts_of(told), "generate": counts_of(own)}
+
+    def note(way: str, before: dict[str, np.ndarray]) -> None:
+        after = state()
+        wall, process, events, client = after["times"] - before["times"]
+        values = {"seconds": wall, "processor_seconds": process + client}
+        if way == "http":
+            values |= {"event_loop_seconds": events, "client_seconds": client}
+        values |= dict(zip(COUNTS, after[way] - before[way]))
+        for name, value in values.items():
+            found[way].setdefault(name, []).append(round(float(value), 3))
+
     for number in range(-1, options.rounds):
-        began = time.perf_counter()
+        began = state()
         answers = asyncio.run(remote.serve(prompts, arrivals, {"temperature": 0}))
-        middle = time.perf_counter()
+        if number >= 0:  # the first round of each is for what is left to compile
+            note("http", began)
         wrong = [answer for answer in answers if answer["tokens"] != options.output_len]
         if wrong:
             raise UserError(f"the server did not answer: {wrong[0]['error']}")
+        began = state()
         llm.generate(prompts, sampling)
-        if number >= 0:  # the first round of each is for what is left to compile
-            seconds["http"].append(middle - began)
-            seconds["generate"].append(time.perf_counter() - middle)
-    return seconds
+        if number >= 0:
+            note("generate", began)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,21 +146,31 @@ def main(arguments: list[str] | None = None) -> int:
     enable_compilation_cache()
     max_len = options.input_len + options.output_len
     pool = max_len * options.num_prompts
+    sizes = {
+        "model": options.model, "rate": options.rate, "method": options.method,
+        "max-batch": options.num_prompts, "max-len": max_len, "pool-tokens": pool,
+        "warm-up": options.input_len, "max-waiting": 4 * options.num_prompts,
+    }  # fmt: skip
     # What is appended stays in order while it is read here.
     with tempfile.TemporaryFile("a+") as log:
-        server = begin_server(options, max_len, pool, log)
+        server = begin_server(sizes, log)
         try:
-            seconds = measure(options, address(server, log), max_len, pool)
+            found = measure(options, server.pid, address(server, log), max_len, pool)
         finally:
             server.terminate()
             server.wait(120)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = {
+        way: {name: statistics.median(values) for name, values in of.items()}
+        for way, of in found.items()
+    }
     total = options.num_prompts * (options.input_len + options.output_len)
     row = {
         **vars(options),
-        "seconds": {name: np.round(values, 3).tolist() for name, values in seconds.items()},
-        "tokens_per_second": {name: total / value for name, value in medians.items()},
-        "ratio": medians["generate"] / medians["http"],
+        **found,
+        "tokens_per_second": {way: total / of["seconds"] for way, of in medians.items()},
+        "ratio": medians["generate"]["seconds"] / medians["http"]["seconds"],
+        "processor_ratio": medians["generate"]["processor_seconds"]
+        / medians["http"]["processor_seconds"],
     }
     print(json.dumps(row), flush=True)
     return 0

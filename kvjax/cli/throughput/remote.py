@@ -86,10 +86,11 @@ class Remote:
             return await asyncio.gather(*map(one, range(len(prompts))))
 
     async def _answer(self, client: Any, body: dict[str, Any]) -> dict[str, Any]:
-        """When the parts of one answer came, and how many tokens it had."""
+        """When the parts of one answer came, its text, and how many tokens it had."""
         began = time.perf_counter()
         times: list[float] = []
         found: dict[str, Any] = {"times": times, "tokens": 0, "began": began, "error": None}
+        found |= {"text": "", "cached_tokens": 0}
         try:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
@@ -101,10 +102,12 @@ class Remote:
                     event = json.loads(line[6:])
                     if "error" in event:
                         return {**found, "error": event["error"]["message"]}
-                    if event["choices"] and event["choices"][0]["text"]:
+                    if event["choices"] and (text := event["choices"][0]["text"]):
                         times.append(time.perf_counter())
-                    if event.get("usage"):
-                        found["tokens"] = event["usage"]["completion_tokens"]
+                        found["text"] += text
+                    if usage := event.get("usage"):
+                        found["tokens"] = usage["completion_tokens"]
+                        found["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
                         found["kvjax"] = event.get("kvjax")
         except self._httpx.HTTPError as error:
             return {**found, "error": type(error).__name__}

@@ -1,0 +1,252 @@
+"""How many conversations a pool holds: what clients wait for, by their number and by rate.
+
+    python -m benchmarks.conversations --out conversations.jsonl --plot-dir plots
+
+For each rate ("v": the same engine with a full cache) a server of its own with the same pool is
+given 1, 2, 4 … conversations. All take their turns at once: a first prompt, then what was said
+before, the answer, and some new tokens. A next turn goes on from what is left of the one before, if
+the pool still holds it; else all of it runs again. So next turns tell whether a conversation is
+held: the time to their first token and the time per token, of which the 90th percentiles have to
+stay below bounds. These are multiples of what a conversation alone waits for in this run with a
+full cache: of the first token of a first turn, and of a token. Numbers of conversations grow until
+a bound is broken; the one before is what the pool holds.
+
+One line of JSON for each number, then one with the conversations held per GB of pool. Tokens are
+cut from Python's documentation; answers have their full length.
+"""
+
+from kvjax.startup import guard
+
+guard(__name__)
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.serving import address, begin_server
+from kvjax.cli import ArgumentParser, run_script
+from kvjax.cli.throughput.measure import percentiles
+from kvjax.cli.throughput.remote import Remote
+from kvjax.cli.throughput.work import Arrival, prompts_of, source_tokens
+from kvjax.errors import UserError
+from kvjax.startup import started
+
+Row = dict[str, Any]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(prog="python -m benchmarks.conversations", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help="name of a model (%(default)s)")
+    add("--method", default="predicted-reads-blind", help="one that shares (%(default)s)")
+    add("--rate", nargs="+", default=["v", "1", "8", "16"], help='"v" for a full cache')
+    add("--conversations", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="(%(default)s)")
+    add("--turns", type=int, default=2, help="of each (%(default)s)")
+    add("--input-len", type=int, default=1024, help="of first prompts (%(default)s)")
+    add("--turn-len", type=int, default=32, help="new tokens of a next turn (%(default)s)")
+    add("--output-len", type=int, default=32, help="(%(default)s)")
+    add("--floor", type=int, default=32, help="least tokens that a rate keeps (%(default)s)")
+    add("--pool-tokens", type=int, default=4608, help="of full caches (%(default)s)")
+    add("--first-token-bound", type=float, default=1.0, help="multiple (%(default)s)")
+    add("--token-bound", type=float, default=4.0, help="multiple (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--out", metavar="FILE", help="write the rows there")
+    add("--plot-dir", metavar="FOLDER", help="draw latencies by number of conversations")
+    return parser.parse_args(arguments)
+
+
+def server_sizes(options: argparse.Namespace, most: int) -> dict[str, Any]:
+    """The server's options: all that `most` conversations need is compiled before it is ready."""
+    added = options.output_len + options.turn_len
+    lengths = [options.input_len + turn * added for turn in range(options.turns)]
+    return {
+        "model": options.model, "method": options.method, "rate": 8, "share-prefix": "auto",
+        "retained-prefixes": 2 * most, "max-batch": most, "max-waiting": 4 * most,
+        # The answers' texts may be a few more tokens than they were.
+        "max-len": lengths[-1] + 2 * options.output_len, "pool-tokens": options.pool_tokens,
+        "warm-up": ",".join(map(str, lengths)), "deadline": 0,
+    }  # fmt: skip
+
+
+def converse(
+    remote: Remote, options: argparse.Namespace, rate: str, prompts: list[np.ndarray]
+) -> list[list[Row]]:
+    """All turns of some conversations, those of one turn at once.
+
+    Returns:
+        The answers of each turn.
+
+    Raises:
+        UserError: one was not given.
+    """
+    compression: Row = {"method": "full"}
+    if rate != "v":
+        compression = {"rate": float(rate), "floor": options.floor}
+    settings = {"temperature": 0, "compression": compression}
+    source = source_tokens(remote, None)
+    turns: list[list[Row]] = []
+    for turn in range(options.turns):
+        if turn:
+            lengths = [options.turn_len] * len(prompts)
+            new = prompts_of(source, lengths, options.seed + 1000 * turn)
+            said = [remote.encode(answer["text"]) for answer in turns[-1]]
+            prompts = [
+                np.concatenate([prompt, np.asarray(answer, np.int32), tokens])
+                for prompt, answer, tokens in zip(prompts, said, new, strict=True)
+            ]
+        arrivals = [Arrival(0.0, len(prompt), options.output_len) for prompt in prompts]
+        turns.append(asyncio.run(remote.serve(prompts, arrivals, settings)))
+        if wrong := [answer["error"] for answer in turns[-1] if answer["error"]]:
+            raise UserError(f"the server did not answer: {wrong[0]}")
+    return turns
+
+
+def waits_of(answers: list[Row]) -> Row:
+    """Percentiles of what the readers of some answers waited for, in seconds."""
+    spans = [(answer["times"][-1] - answer["times"][0], answer["tokens"]) for answer in answers]
+    parts = [gap for answer in answers for gap in np.diff(answer["times"]).tolist()]
+    return {
+        "time_to_first_token": percentiles([a["times"][0] - a["began"] for a in answers]),
+        "time_per_output_token": percentiles([span / (tokens - 1) for span, tokens in spans]),
+        "time_between_parts": percentiles(parts),
+    }
+
+
+def measure(remote: Remote, options: argparse.Namespace, rate: str, count: int) -> Row:
+    """One row."""
+    source = source_tokens(remote, None)
+    prompts = prompts_of(source, [options.input_len] * count, options.seed + count)
+    began = time.perf_counter()
+    first, *later = converse(remote, options, rate, prompts)
+    nexts = [answer for turn in later for answer in turn]
+    held = sum(answer["cached_tokens"] >= options.input_len // 2 for answer in nexts)
+    return {
+        "rate": None if rate == "v" else float(rate),
+        "conversations": count,
+        "seconds": round(time.perf_counter() - began, 2),
+        "load_average": round(os.getloadavg()[0], 1),
+        "first_turn": waits_of(first),
+        "next_turns": waits_of(nexts),
+        "held": held / len(nexts),
+        "preemptions": sum(answer["kvjax"]["preemptions"] for answer in [*first, *nexts]),
+    }
+
+
+def bounds_of(alone: Row, options: argparse.Namespace) -> Row:
+    """Seconds that a next turn may take to its first token, and per token."""
+    first, next_ = alone["first_turn"], alone["next_turns"]
+    return {
+        "first_token": options.first_token_bound * first["time_to_first_token"]["p50"],
+        "token": options.token_bound * next_["time_per_output_token"]["p50"],
+    }
+
+
+def within(row: Row, bounds: Row) -> bool:
+    waits = row["next_turns"]
+    return (
+        waits["time_to_first_token"]["p90"] <= bounds["first_token"]
+        and waits["time_per_output_token"]["p90"] <= bounds["token"]
+    )
+
+
+def run_rate(options: argparse.Namespace, rate: str, bounds: Row | None) -> tuple[list[Row], Row]:
+    """Rows of one rate, to the first that breaks a bound, and the bounds: these, or, where there
+    are none yet, those of the first row."""
+    rows: list[Row] = []
+    # What is appended stays in order while it is read here.
+    with tempfile.TemporaryFile("a+") as log:
+        server = begin_server(server_sizes(options, max(options.conversations)), log)
+        try:
+            remote = Remote(address(server, log), None)
+            pool = remote.status["blocks"] * remote.status["block_bytes"] / 1e9
+            measure(remote, options, rate, 1)  # for what is left to compile
+            for count in options.conversations:
+                row = {**measure(remote, options, rate, count), "pool_gb": round(pool, 4)}
+                bounds = bounds or bounds_of(row, options)
+                row["within"] = within(row, bounds)
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                if not row["within"]:
+                    break
+        finally:
+            server.terminate()
+            server.wait(120)
+    assert bounds is not None
+    return rows, bounds
+
+
+def headline(options: argparse.Namespace, rows: list[Row], bounds: Row) -> Row:
+    """Conversations that each rate holds within the bounds, of the numbers that were tried."""
+    held = {}
+    for rate in options.rate:
+        number = None if rate == "v" else float(rate)
+        counts = [r["conversations"] for r in rows if r["rate"] == number and r["within"]]
+        held[rate] = max(counts, default=0)
+    pool = rows[0]["pool_gb"]
+    settings = {k: v for k, v in vars(options).items() if k not in ("out", "plot_dir")}
+    return {
+        **settings,
+        "bounds_seconds": {name: round(value, 4) for name, value in bounds.items()},
+        "held": held,
+        "held_per_gb": {rate: round(count / pool, 1) for rate, count in held.items()},
+    }
+
+
+def plot(rows: list[Row], bounds: Row, path: Path) -> None:
+    """Both latencies of next turns by number of conversations, a line for each rate."""
+    from kvjax.eval.plots import new_figure, save_figure
+
+    figure = new_figure(9, 4)
+    panels = figure.subplots(1, 2)
+    names = {"time_to_first_token": "first token", "time_per_output_token": "per token"}
+    limits = (bounds["first_token"], bounds["token"])
+    for axes, (name, label), bound in zip(panels, names.items(), limits, strict=True):
+        for number, rate in enumerate(dict.fromkeys(row["rate"] for row in rows)):
+            some = [row for row in rows if row["rate"] == rate]
+            label_of = "full cache" if rate is None else f"rate {rate:g}"
+            x = [row["conversations"] for row in some]
+            y = [row["next_turns"][name]["p90"] for row in some]
+            axes.plot(x, y, "ko-" if rate is None else f"C{number}o-", label=label_of)
+        axes.axhline(bound, color="grey", linestyle=":", label="bound")
+        axes.set_xscale("log", base=2)
+        counts = sorted({row["conversations"] for row in rows})
+        axes.set_xticks(counts, map(str, counts))
+        axes.set_yscale("log")
+        axes.set(xlabel="conversations at once", ylabel=f"{label}, 90th percentile (s)")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    figure.suptitle(f"next turns; a pool of {rows[0]['pool_gb']:.2f} GB", fontsize="medium")
+    save_figure(figure, path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.turns < 2 or options.output_len < 2:
+        raise UserError("give --turns and --output-len of at least 2")
+    if options.rate[0] != "v" or options.conversations[0] != 1:
+        raise UserError("bounds are those of 1 conversation and a full cache: begin with them")
+    started()
+    rows: list[Row] = []
+    bounds: Row | None = None
+    for rate in options.rate:
+        found, bounds = run_rate(options, rate, bounds)
+        rows += found
+    assert bounds is not None
+    last = headline(options, rows, bounds)
+    print(json.dumps(last), flush=True)
+    if options.out:
+        Path(options.out).write_text("".join(json.dumps(row) + "\n" for row in [*rows, last]))
+    if options.plot_dir:
+        plot(rows, bounds, Path(options.plot_dir) / "conversations.png")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main, lazy_imports=True)
