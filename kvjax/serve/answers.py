@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from kvjax.engine import RequestOutput, TokenLogprobs
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.serve.tools import CallReader, form_of
+from kvjax.serve.tools import CallReader, Form, form_of
 
 _REASONS = {"eos": "stop", "stop": "stop"}
 """Ends by the interface's names; all others cut the answer short, which is its "length"."""
@@ -143,7 +143,7 @@ class ChatAnswer(Answer):
     def __init__(self, model: str, tokenizer: Tokenizer, tools: Collection[str] = ()):
         """Begin an answer that may call these tools."""
         super().__init__(model, tokenizer)
-        self._form = form_of(tokenizer.chat_template or "") if tools else None
+        self._form: Form | None = form_of(tokenizer.chat_template or "") if tools else None
         self._tools, self._readers = tools, dict[int, CallReader]()
         self._calls: dict[int, int] = {}
         """How many calls each choice has."""

@@ -202,7 +202,7 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tiny_params, expected):
     run(main())
 
 
-def test_one_call_of_the_loop_wakes_all_readers_of_a_round(tiny_params):
+def test_one_call_of_the_loop_wakes_all_readers_of_a_round(tiny_params, monkeypatch):
     outputs = calls = 0
 
     async def reads(llm, prompt):
@@ -222,7 +222,7 @@ def test_one_call_of_the_loop_wakes_all_readers_of_a_round(tiny_params):
                 calls += 1
                 return call(*args, **settings)
 
-            loop.call_soon_threadsafe = counted
+            monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
             async with asyncio.TaskGroup() as group:
                 for prompt in prompts_of(10) * 4:
                     group.create_task(reads(llm, prompt))
