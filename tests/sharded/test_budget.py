@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -63,7 +64,7 @@ def test_cheapest_blocks_are_those_of_a_sorted_list(split, seed, evict, values):
 
 
 TOKENS, SLOTS, B = 40, 2, 4
-SIZES = {"num_slots": SLOTS, "num_layers": LAYERS, "head_dim": 2, "block_size": B}
+SIZES: dict[str, Any] = {"num_slots": SLOTS, "num_layers": LAYERS, "head_dim": 2, "block_size": B}
 SPLITS = [
     ("kv-compress", 3),
     ("ada-snapkv", 3),
