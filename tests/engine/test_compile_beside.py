@@ -257,6 +257,8 @@ def test_a_warm_up_holds_up_nobody(tiny_params, expected):
             placed = [key.sizes for key in gate.order if key.step == "place"]
             assert placed == [(32,), (128,), (64,)]
             known = set(llm.llm.worker.compiled.seconds)
+            decoded = {key.sizes[0] for key in known if key.step == "decode"}
+            assert decoded == set(llm.llm.worker.decode_sizes)
             (after,) = await llm.generate(prompts_of(LONG), greedy(20))
             assert after.token_ids == expected[1]
             assert set(llm.llm.worker.compiled.seconds) == known
