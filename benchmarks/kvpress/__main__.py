@@ -75,7 +75,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--presses", default="all", help=f"of {', '.join(PRESSES)} (%(default)s)")
     what.add_argument(
         "--reference",
-        default="shared-reads",
+        default="predicted-reads-blind",
         help="our method at whose KVs every press runs (%(default)s)",
     )
     what.add_argument(

@@ -12,8 +12,9 @@ from kvjax.errors import UserError
 
 AUTO = "auto"
 """The method of an engine's own choice."""
-CALIBRATED, UNCALIBRATED = "predicted-reads-blind", "shared-reads"
-"""What that is for a model whose calibration is there, and for any other."""
+CALIBRATED, UNCALIBRATED = "predicted-reads-blind", "snapkv"
+"""What that is for a model whose calibration is there, and for any other: what finds most of what a
+chat request asks for, with a calibration and without (docs/results.md)."""
 MOST_KVS_PER_STEP = 100_000_000
 """Most that `max_kvs_per_step` may be: some GiB of temporaries."""
 

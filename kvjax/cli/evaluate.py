@@ -54,7 +54,7 @@ QUICK = {
 """What --quick stands for: one method of each family."""
 USUAL = {
     "tasks": "needle,passkey,fact,kv",
-    "methods": "shared-reads",
+    "methods": "snapkv",
     "rates": "2,4,8,16,32,64",
     "length": "1024",
     "rows": 10,

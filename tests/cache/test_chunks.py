@@ -1,6 +1,6 @@
 """A further chunk of a prompt behind what heads hold, in any order, against the oracle.
 
-`shared-reads`, the default, and one method of each other rule; through the engine's own steps.
+`shared-reads` and one method of each other rule; through the engine's own steps.
 """
 
 from functools import cache
