@@ -61,6 +61,7 @@ def decode_cases(small: bool) -> list[Case]:
     return [Case(*size, spread) for size in sizes for spread in ("uniform", "zipf")]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedProblem:
     """Queries, a pool, and several caches in it that timed calls take in turns."""

@@ -1,11 +1,13 @@
 """What `--only check` compares: each kernel with the XLA reference in float32."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kvjax.kernels import Prefix, explain, move_kvs, paged_attention, prefill_attention
 from kvjax.kernels.paged_attention import reference, spec
@@ -34,8 +36,9 @@ def relative(got, wanted) -> float:
     return float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
 
 
-def decode_check(family: str, shape: spec.Shape, longest: int) -> Check:
-    """Ragged lengths, shuffled pages, free and unwritten slots poisoned, tables ending in N."""
+def decode_problem(shape: spec.Shape, longest: int) -> tuple[tuple, jax.Array, jax.Array]:
+    """Ragged lengths, shuffled pages, free and unwritten slots poisoned, tables ending in N: a
+    call, the metrics before it and the sequences that are observed."""
     rng = np.random.default_rng(0)
     b, d, heads = shape.block_size, shape.head_dim, 3
     lengths = rng.integers(0, longest, (5, heads)).astype(np.int32)
@@ -56,37 +59,67 @@ def decode_check(family: str, shape: spec.Shape, longest: int) -> Check:
     q, k, v = (jnp.asarray(x, shape.dtype) for x in (q, *pool))
     call = (q, k, v, jnp.asarray(table), jnp.asarray(lengths))
     metric = jnp.asarray(rng.random((blocks, b)), jnp.float32)
-    observed = jnp.arange(len(lengths)) % 2 == 0
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    return call, metric, jnp.arange(len(lengths)) % 2 == 0
 
-    @jax.jit
-    def ours(call, metric):
-        out, squares = paged_attention(*call, metric=metric, return_metric=True)
-        _, first = paged_attention(
-            *call, metric=metric, return_metric=True, power=1, observed=observed
-        )
-        return out, paged_attention(*call), squares - metric, first - metric
 
-    @jax.jit
-    def theirs(wide, call, metric):
-        attend = functools.partial(
-            reference.paged_attention, *wide, *call[3:], scale=d**-0.5, metric=metric
-        )
-        out, squares = attend()
-        _, first = attend(power=1, observed=observed)
+PARTS = ("out", "out without metric", "metric", "metric of power 1, observed")
+"""What `all_statistics` gives."""
+
+
+def all_statistics(attend: Callable, call: tuple, metric: Array, observed: Array) -> tuple:
+    """The outputs of one call with and without metric, and what is added to the metric.
+
+    `attend(*call, metric=None, **statistic)` gives the output and the metric.
+    """
+    out, squares = attend(*call, metric=metric)
+    _, first = attend(*call, metric=metric, power=1, observed=observed)
+    return out, attend(*call)[0], squares - metric, first - metric
+
+
+def exactly(call: tuple, metric: Array, observed: Array) -> tuple:
+    """The same by the reference in float32."""
+    wide = (*(x.astype(jnp.float32) for x in call[:3]), *call[3:])
+    attend = functools.partial(reference.paged_attention, scale=call[0].shape[-1] ** -0.5)
+
+    def run(call, metric, observed):
+        out, squares = attend(*call, metric=metric)
+        _, first = attend(*call, metric=metric, power=1, observed=observed)
         return out, out, squares - metric, first - metric
 
     with jax.default_matmul_precision("highest"):
-        exact = theirs(wide, call, metric)
-    names = ("out", "out without metric", "metric", "metric of power 1, observed")
-    pairs = zip(names, ours(call, metric), exact, strict=True)
-    errors = {name: relative(got, wanted) for name, got, wanted in pairs}
-    return (
-        f"decode {family}",
-        explain(paged_attention, *call),
-        errors,
-        LIMITS[shape.dtype],
-    )
+        return jax.jit(run)(wide, metric, observed)
+
+
+def errors_of(got: tuple, exact: tuple) -> dict[str, float]:
+    """Relative errors of `all_statistics` by name."""
+    return {name: relative(*pair) for name, *pair in zip(PARTS, got, exact, strict=True)}
+
+
+def reference_of(problem: Any) -> tuple[jax.Array, jax.Array]:
+    """Output and metric of a `cases.PagedProblem`'s first cache, by the reference in float32."""
+    call = (x.astype(jnp.float32) for x in (problem.q, problem.k, problem.v))
+    attend = functools.partial(reference.paged_attention, scale=problem.q.shape[-1] ** -0.5)
+    with jax.default_matmul_precision("highest"):
+        out, metric = jax.jit(attend)(
+            *call, problem.tables[0], problem.lengths, metric=problem.metric
+        )
+    assert metric is not None
+    return out, metric
+
+
+def public(*call: Array, metric: Array | None = None, **statistic: Any) -> tuple:
+    """`paged_attention` as it is chosen here: output and metric."""
+    found = paged_attention(*call, metric=metric, return_metric=metric is not None, **statistic)
+    return tuple(found) if metric is not None else (found, None)
+
+
+def decode_check(family: str, shape: spec.Shape, longest: int) -> Check:
+    """The kernel that is chosen here on `decode_problem`."""
+    call, metric, observed = decode_problem(shape, longest)
+    got = jax.jit(functools.partial(all_statistics, public))(call, metric, observed)
+    errors = errors_of(got, exactly(call, metric, observed))
+    chosen = explain(paged_attention, *call)
+    return f"decode {family}", chosen, errors, LIMITS[shape.dtype]
 
 
 def prefill_check(tokens: int, d: int, with_prefix: bool) -> Check:

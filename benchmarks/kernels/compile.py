@@ -175,19 +175,27 @@ def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, 
     return call, (params, *jax.eval_shape(arguments)), (1, 2)
 
 
+def in_its_place(device):
+    """A context in which kernels are chosen for a device that is not there."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    gpu = device.platform in ("gpu", "cuda")
+    kind = "NVIDIA H200" if gpu else device.device_kind
+    abstract = AbstractDevice(kind, 132 if gpu else 1, "gpu" if gpu else "tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
+
+
 def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], device):
     """The function compiled for a device that is not there."""
     import jax
-    from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+    from jax.sharding import SingleDeviceSharding
 
     sharding = SingleDeviceSharding(device)
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
-    gpu = device.platform in ("gpu", "cuda")
-    kind = "NVIDIA H200" if gpu else device.device_kind
-    abstract = AbstractDevice(kind, 132 if gpu else 1, "gpu" if gpu else "tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+    with in_its_place(device):
         return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
 
@@ -221,18 +229,23 @@ def tpu_rows(target: str, call: str, temporaries: int | None, text: str) -> Iter
         )
 
 
-def rows(target: str, only: str) -> Iterator[Row]:
-    """Compile everything for one target."""
+def absent_device(target: str):
+    """A device to compile for that is not there."""
     from jax.experimental import topologies
 
-    startup.started()
     if target == "h200":
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="1x1x1", target_config=H200_TARGET, topology="1x1x1"
         )
     else:
         topology = topologies.get_topology_desc(TPU_TOPOLOGIES[target], "tpu")
-    device = topology.devices[0]
+    return topology.devices[0]
+
+
+def rows(target: str, only: str) -> Iterator[Row]:
+    """Compile everything for one target."""
+    startup.started()
+    device = absent_device(target)
     for call, function, arguments, donated in calls(target, only):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["MOSAIC_GPU_DUMP_TO"] = folder

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,6 @@ from benchmarks.kernels import __main__ as bench
 from benchmarks.kernels import compile as compiling
 from benchmarks.kernels import targets
 from kvjax.cli import main_of
-
-GPU_CHECK = str(Path(bench.__file__).with_name("gpu_check.sh"))
 
 
 @pytest.mark.parametrize(
@@ -90,29 +85,3 @@ def test_targets_are_judged() -> None:
         "move 8B: share of the bandwidth": True,
         "step 8B: share of the bandwidth": False,
     }
-
-
-def test_gpu_check_refuses_steps_it_has_not(tmp_path: Path) -> None:
-    command = [GPU_CHECK, str(tmp_path)]
-    environment = os.environ | {"STEPS": "check speed"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: STEPS: got speed, wanted check, decode_step, kernels, throughput\n"
-    )
-
-
-@pytest.mark.slow
-def test_gpu_check_runs_at_small_sizes(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
-    command = [GPU_CHECK, str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    steps = {step["step"]: step["exit_code"] for step in summary["steps"]}
-    assert steps == dict.fromkeys(("check", "decode_step", "kernels", "throughput"), 0), done.stdout
-    results = (tmp_path / "out" / "throughput.jsonl").read_text().splitlines()
-    assert [json.loads(line)["rate"] for line in results] == [None, 8]
-    assert json.loads((tmp_path / "out" / "throughput.json").read_text()) == json.loads(results[-1])
-    checks = json.loads((tmp_path / "out" / "check.json").read_text())["results"]
-    assert checks
-    assert all(check["good"] for check in checks)

@@ -32,6 +32,7 @@ CASES = {
     "float16": (RAGGED, shaped(dtype="float16")),
     "float32": (RAGGED, shaped(dtype="float32")),
     "float32 d=80": (RAGGED, shaped(dtype="float32", head_dim=80)),
+    "float32 d=80 r=16": (RAGGED, shaped(dtype="float32", head_dim=80, group=16)),
     "b=8": (RAGGED, shaped(block_size=8)),
     "b=32": (RAGGED, shaped(block_size=32)),
     "b=64": (RAGGED, shaped(block_size=64)),

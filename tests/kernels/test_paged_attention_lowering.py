@@ -5,6 +5,9 @@ layouts, and unsupported operations. Compiling needs the vendors' toolchains:
 benchmarks/kernels/compile.py.
 """
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -34,6 +37,32 @@ def test_lowers_for_h200(family: str) -> None:
         text = lowered(shape, "cuda", with_metric=True)
     kernels = ("paged_attention", "paged_attention_merge", "paged_attention_squares")
     assert all(name in text for name in kernels)
+
+
+def test_lowers_for_h200_with_two_halves_of_many_query_heads() -> None:
+    """Queries of float32 pools are two halves, each of two tiles from 9 query heads on."""
+    shape = dataclasses.replace(spec.FAMILIES["float32 d=96"], group=9)
+    with jax.sharding.use_abstract_mesh(H200):
+        assert "paged_attention_merge" in lowered(shape, "cuda", with_metric=False)
+
+
+# Query heads are padded to 8 or 16, and the statistic takes them one by one.
+GROUPS = (1, 3, 8, 9, spec.MAX_GROUP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", spec.BLOCK_SIZES)
+@pytest.mark.parametrize("dtype", spec.DTYPES)
+def test_whatever_is_accepted_lowers(dtype: str, block_size: int) -> None:
+    """Every shape that the kernels say they serve, and nothing is served by chance."""
+    for group, d in itertools.product((*GROUPS, spec.MAX_GROUP + 1), (*spec.HEAD_DIMS, 72)):
+        shape = spec.Shape(2, 2, group, d, 40, block_size, 8, dtype)
+        with jax.sharding.use_abstract_mesh(H200):
+            said = explain(paged_attention, *shape.arguments(metric=False))
+            served = group <= spec.MAX_GROUP and d in spec.HEAD_DIMS
+            assert said.startswith("mosaic_gpu" if served else "xla: mosaic_gpu does not serve")
+            if served:
+                assert "paged_attention_squares" in lowered(shape, "cuda", with_metric=True), shape
 
 
 @pytest.mark.parametrize("family", ["llama-3.1-8b", "float32 d=96"])

@@ -79,8 +79,8 @@ PAGES = 16
 @pytest.mark.parametrize("family", ["llama-3.1-8b", "float32 d=96"])
 @pytest.mark.parametrize("with_metric", [True, False])
 def test_paged_attention(family: str, with_metric: bool) -> None:
-    """In float32, halves are split and committed; 96 channels are written in two copies that
-    overlap: the second waits for the first."""
+    """In float32, halves are split and committed, and those of a query copied one by one; 96
+    channels are written in two copies that overlap: the second waits for the first."""
     wide = "96" in family
     twice = " out drain" if wide else ""
     logits = "drain commit out" if with_metric else "commit"
@@ -89,6 +89,7 @@ def test_paged_attention(family: str, with_metric: bool) -> None:
         head = head.replace("wait2 drain", "wait2 commit drain").replace(
             "wait2 commit wait", "wait2 commit2 wait"
         )
+        head = head.replace("wait in wait", "wait in2 wait")
     want = {"paged_attention": head, "paged_attention_merge": f"commit out drain{twice}"}
     if with_metric:
         pages = " ".join(["in arrive"] * PAGES)

@@ -115,7 +115,7 @@ class Config:
             "p_s": self._tiled((parts, r, TILE), operand),
             "out_s": self.out_scratch(),
             "logits_s": plgpu.SMEM((2, r, TILE), jnp.float32) if self.keep_logits else None,
-            "q_full": plgpu.Barrier(num_barriers=2),
+            "q_full": plgpu.Barrier(num_arrivals=parts, num_barriers=2),
             "q_free": plgpu.Barrier(num_barriers=2),
             "k_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
             "v_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
@@ -245,7 +245,9 @@ def attend(
             def _wait():
                 plgpu.barrier_wait(q_free.at[slot])
 
-            plgpu.copy_gmem_to_smem(q.at[head.row], q_s.at[slot], q_full.at[slot])
+            # One by one: with both halves a tile of 16 query heads has more axes than a copy may.
+            for part in range(c.parts):
+                plgpu.copy_gmem_to_smem(q.at[head.row, part], q_s.at[slot, part], q_full.at[slot])
 
         copy = functools.partial(copy_tile, head=head, warp=warp)
         return lax.fori_loop(head.begin, head.end, copy, step)

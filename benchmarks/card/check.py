@@ -1,0 +1,321 @@
+"""Call A: are the kernels right on the card, and what do pages of 16 cost beside pages of 64."""
+
+import dataclasses
+import functools
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.card.attention import attention_part
+from benchmarks.card.parts import NO_TUNING, Group, Machine, Part, Program
+from benchmarks.card.peaks import hashed
+from benchmarks.kernels import checks
+from benchmarks.kernels.cases import Case, paged_problem
+from kvjax.kernels import explain, paged_attention
+from kvjax.kernels.device import of as device_of
+from kvjax.kernels.paged_attention import reference, spec
+
+REPEATS = 20
+"""Runs of one call that must agree in every bit: a race would show."""
+WRAPS = 12
+"""Times that every program's ring of tiles is filled anew."""
+FAR = 4096
+"""Blocks at either end of the large pool that its check reads."""
+IN_A_HURRY = ("llama-3.1-8b", "llama-3.1-70b", "b=64", "bfloat16 d=64", "float32 d=128")
+"""Families that come first."""
+
+
+def groups(small: bool) -> tuple[Group, ...]:
+    """The call's parts, in order."""
+    families = [f for f, shape in spec.FAMILIES.items() if shape.blocks < 1 << 20]
+    families.sort(key=lambda f: IN_A_HURRY.index(f) if f in IN_A_HURRY else len(IN_A_HURRY))
+    rings = [
+        Case("8B", 4, 8, 0, "uniform"),
+        Case("70B", 8, 8, 0, "zipf", block_size=64),
+        Case("1B", 4, 8, 0, "uniform", head_dim=64),
+        Case("8B", 4, 8, 0, "zipf", dtype="float32"),
+    ]
+    small_pages = [
+        attention_part(Case("8B", 4, 4 if small else 256, 64 if small else 1024, "uniform",
+                            "float32" if small else "bfloat16", block_size=b), statistic)
+        for b in (16, 64) for statistic in (False, True)
+    ]  # fmt: skip
+    right = [
+        Part("peaks", lambda machine, _: machine.peaks(), seconds=15),
+        *map(ring_part, rings[:1] if small else rings),
+        far_part(),
+        *map(family_part, families[: 1 if small else None]),
+        *other_parts(small),
+    ]
+    checker = Part("memory checker", memory_check, seconds=60, optional=True)
+    return (
+        Group("kernels", tuple(right), {"XLA_FLAGS": NO_TUNING}),
+        Group("pages", tuple(small_pages), {"XLA_FLAGS": NO_TUNING}),
+        Group("memory checker", (checker,), on_device=False),
+    )
+
+
+def attend(machine: Machine, shape: spec.Shape) -> tuple[Callable[..., Any], Any]:
+    """`paged_attention` as it is run here, interpreted in a rehearsal, and its kernel's sizes."""
+    scale = shape.head_dim**-0.5
+    if machine.interpreted:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        from kvjax.kernels.paged_attention import mosaic_gpu
+
+        def interpreted(*call, metric=None, **statistic):
+            c = mosaic_gpu.config(shape, scale=scale, keep_logits=metric is not None, cores=1)
+            c = dataclasses.replace(c, stages=2, programs=1)
+            return mosaic_gpu.paged_attention(
+                *call, c=c, metric=metric, interpret=plgpu.InterpretGPUParams(), **statistic
+            )
+
+        sizes = mosaic_gpu.config(shape, scale=scale, keep_logits=True, cores=1)
+        return interpreted, dataclasses.replace(sizes, stages=2, programs=1)
+
+    with machine.device_of_calls():
+        where = device_of()
+    if not where.hopper:
+        return checks.public, None
+    from kvjax.kernels.paged_attention import mosaic_gpu
+
+    return checks.public, mosaic_gpu.config(shape, scale=scale, keep_logits=True, cores=where.cores)
+
+
+def chosen(machine: Machine, *call: Any) -> str:
+    """The implementation that runs."""
+    return "mosaic_gpu, interpreted" if machine.interpreted else explain(paged_attention, *call)
+
+
+def abstract(tree: Any) -> Any:
+    """Shapes and types of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def verdict(errors: dict[str, float], limit: float, **more: Any) -> dict[str, Any]:
+    """Errors by name, and whether none exceeds the limit (not a number never passes)."""
+    return {
+        "errors": errors,
+        "limit": limit,
+        "good": all(e <= limit for e in errors.values()),
+        **more,
+    }
+
+
+def family_part(family: str) -> Part:
+    """One family of shapes against the reference: ragged, poisoned, both powers."""
+    shape = spec.FAMILIES[family]
+
+    def problem(machine: Machine):
+        return checks.decode_problem(shape, 70 if machine.interpreted else 3000)
+
+    def programs(machine: Machine) -> dict[str, Program]:
+        call, metric, observed = abstract(problem(machine))
+        run, _ = attend(machine, shape_of_call(call))
+        return {
+            "ours": Program(functools.partial(checks.all_statistics, run), (call, metric, observed))
+        }
+
+    def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
+        call, metric, observed = problem(machine)
+        got = compiled["ours"](call, metric, observed)
+        exact = checks.exactly(call, metric, observed)
+        return verdict(
+            checks.errors_of(got, exact), checks.LIMITS[shape.dtype], chosen=chosen(machine, *call)
+        )
+
+    return Part(f"right: {family}", run, programs)
+
+
+def other_parts(small: bool) -> Iterator[Part]:
+    """Prefill attention and MoveCache, as `python -m benchmarks.kernels --only check` has them."""
+
+    def part(name: str, check: Callable[[], checks.Check]) -> Part:
+        def run(machine: Machine, _: Any) -> dict[str, Any]:
+            _, implementation, errors, limit = check()
+            return verdict(errors, limit, chosen=implementation)
+
+        return Part(f"right: {name}", run)
+
+    for d in (64,) if small else (64, 80, 128):
+        for behind in (False, True):
+            check = functools.partial(checks.prefill_check, 60 if small else 1500, d, behind)
+            yield part(f"prefill d={d}{' + prefix' if behind else ''}", check)
+    yield part("move", functools.partial(checks.move_check, 60 if small else 3000))
+
+
+def ring_part(kind: Case) -> Part:
+    """Every program fills its ring of tiles more than ten times; repeats agree in every bit."""
+    name = f"ring: {kind.dtype} d={kind.head_dim} r={kind.group} b={kind.block_size} {kind.spread}"
+
+    def sized(machine: Machine) -> tuple[Case, Callable[..., Any], float | None]:
+        case = dataclasses.replace(kind, seqs=1, heads=1, mean=200) if machine.interpreted else kind
+        rows = case.seqs * case.heads
+        run, sizes = attend(machine, shape_of(dataclasses.replace(case, mean=case.mean or 8192)))
+        if sizes is None:
+            return dataclasses.replace(case, mean=1024), run, None
+        tiles = WRAPS * sizes.stages * sizes.programs
+        case = dataclasses.replace(case, mean=math.ceil(tiles * 64 / rows) + 13)
+        return case, run, tiles / (sizes.stages * sizes.programs)
+
+    def both(run, problem):
+        call = (problem.q, problem.k, problem.v, problem.tables[0], problem.lengths)
+        out, metric = run(*call, metric=problem.metric)
+        return out, metric, run(*call)[0]
+
+    def programs(machine: Machine) -> dict[str, Program]:
+        case, run, _ = sized(machine)
+        return {"ours": Program(functools.partial(both, run), (abstract_problem(case),))}
+
+    def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
+        case, _, wraps = sized(machine)
+        problem = paged_problem(case)
+        repeats = 2 if machine.interpreted else REPEATS
+        first = compiled["ours"](problem)
+        exact = checks.reference_of(problem)
+        errors = {
+            "out": checks.relative(first[0], exact[0]),
+            "metric": checks.relative(first[1], exact[1]),
+            "out without metric": checks.relative(first[2], exact[0]),
+        }
+        first = [np.asarray(x) for x in first]
+        differing = sum(
+            not all(
+                np.array_equal(a.view(np.uint8), np.asarray(b).view(np.uint8))
+                for a, b in zip(first, compiled["ours"](problem), strict=True)
+            )
+            for _ in range(repeats - 1)
+        )
+        found = verdict(errors, checks.LIMITS[case.dtype], wraps=wraps, repeats=repeats,
+                        differing=differing, kvs_per_head=case.mean)  # fmt: skip
+        found["chosen"] = chosen(
+            machine, problem.q, problem.k, problem.v, problem.tables[0], problem.lengths
+        )
+        found["good"] &= differing == 0
+        return found
+
+    return Part(name, run, programs, seconds=20)
+
+
+def shape_of_call(call: tuple) -> spec.Shape:
+    """Of q, k, v, block_table and context_len."""
+    q, k, v, table, lengths = call
+    return spec.checked(q, k, v, table, lengths, None)
+
+
+def shape_of(case: Case) -> spec.Shape:
+    """Of one call of a case."""
+    p = abstract_problem(case)
+    return shape_of_call((p.q, p.k, p.v, abstract_table(p), p.lengths))
+
+
+def abstract_table(problem: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(problem.tables.shape[1:], problem.tables.dtype)
+
+
+def abstract_problem(case: Case) -> Any:
+    """`paged_problem` without its data."""
+    return abstract(jax.eval_shape(lambda: paged_problem(case)))
+
+
+def far_part() -> Part:
+    """A pool of more than 2^31 elements, of which heads hold blocks at both ends."""
+    shape = dataclasses.replace(spec.FAMILIES["llama-3.1-8b"], seqs=2, heads=8)
+
+    def sizes(machine: Machine) -> tuple[int, int, int]:
+        """Blocks of the pool, of an end, and of a head."""
+        return (1024, 64, 2) if machine.small else (1_100_000, FAR, 125)
+
+    def call_of(machine: Machine):
+        blocks, end, each = sizes(machine)
+        pool = (blocks, shape.block_size, shape.head_dim)
+        rng = np.random.default_rng(0)
+        pages = np.concatenate([np.arange(end), np.arange(blocks - end, blocks)])
+        table = rng.permutation(pages)[: 16 * each].reshape(2, 8, each).astype(np.int32)
+        lengths = rng.integers((each - 1) * 16, each * 16, (2, 8)).astype(np.int32)
+        return pool, table, lengths
+
+    def fill(pool: tuple[int, ...]):
+        return tuple(hashed(pool, jnp.bfloat16, salt) for salt in (1, 2))
+
+    def ours(run, q, k, v, table, lengths):
+        metric = jnp.zeros(k.shape[:2], jnp.float32)
+        out, metric = run(q, k, v, table, lengths, metric=metric)
+        return out, metric
+
+    def programs(machine: Machine) -> dict[str, Program]:
+        pool, table, lengths = call_of(machine)
+        q = jax.ShapeDtypeStruct((2, 8 * shape.group, shape.head_dim), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct(pool, jnp.bfloat16)
+        call = (q, k, k, *abstract((table, lengths)))
+        run, _ = attend(machine, shape_of_call(call))
+        return {
+            "fill": Program(functools.partial(fill, pool), ()),
+            "ours": Program(functools.partial(ours, run), call),
+        }
+
+    def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
+        blocks, end, _ = sizes(machine)
+        pool, table, lengths = call_of(machine)
+        q = hashed((2, 8 * shape.group, shape.head_dim), jnp.bfloat16, 3)
+        k, v = compiled["fill"]()
+        out, metric = compiled["ours"](q, k, v, jnp.asarray(table), jnp.asarray(lengths))
+
+        def ends(x):
+            return jnp.concatenate([x[:end], x[blocks - end :]])
+
+        near = np.where(table < end, table, table - (blocks - 2 * end))
+        small_metric = jnp.zeros((2 * end, shape.block_size), jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            wanted, exact = jax.jit(
+                functools.partial(reference.paged_attention, scale=shape.head_dim**-0.5)
+            )(*(x.astype(jnp.float32) for x in (q, ends(k), ends(v))), near, lengths,
+              metric=small_metric)  # fmt: skip
+        assert exact is not None
+        errors = {
+            "out": checks.relative(out, wanted),
+            "metric": checks.relative(ends(metric), exact),
+            "metric elsewhere": float(jnp.max(jnp.abs(metric[end : blocks - end]))),
+        }
+        return verdict(errors, checks.LIMITS["bfloat16"], elements=math.prod(pool),
+                       chosen=chosen(machine, q, k, v, table, lengths))  # fmt: skip
+
+    return Part("pool of more than 2^31 elements", run, programs, seconds=20)
+
+
+SMALL_CALL = "import benchmarks.card.check as c; c.small_call()"
+
+
+def small_call() -> None:
+    """A few heads with and without the statistic: for memory checkers, which take their time."""
+    call, metric, observed = checks.decode_problem(spec.FAMILIES["llama-3.1-8b"], 300)
+    got = checks.all_statistics(attend(Machine(), shape_of_call(call))[0], call, metric, observed)
+    jax.block_until_ready(got)
+
+
+def memory_check(machine: Machine, _: Any) -> dict[str, Any]:
+    """The small call under compute-sanitizer, where there is one."""
+    checker = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if machine.small or not os.path.exists(checker):
+        return {"skipped": "no compute-sanitizer here"}
+    command = [
+        checker,
+        "--tool",
+        "memcheck",
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-c",
+        SMALL_CALL,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    return {"good": done.returncode == 0, "exit_code": done.returncode, "said": said[-5:]}

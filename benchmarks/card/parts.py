@@ -1,0 +1,94 @@
+"""What a call is made of: parts that are measured one after the other, and where they run."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+NO_TUNING = "--xla_gpu_autotune_level=0"
+"""Kernels of ours have nothing that XLA would tune; what it tunes, it times on the device."""
+
+
+class Program(NamedTuple):
+    """A function to compile, with abstract arguments."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class Machine:
+    """Where parts run, or what they are compiled for."""
+
+    small: bool = False
+    """Tiny sizes, kernels interpreted: a rehearsal without the hardware."""
+    target: Any = None
+    """A device that is not there, to compile for."""
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    """What parts of one process share: peaks, a model."""
+
+    @property
+    def interpreted(self) -> bool:
+        return self.small and self.target is None
+
+    def compiled(self, program: Program) -> Any:
+        """The program compiled for the device here, or for the one that is not."""
+        import jax
+
+        if self.target is not None:
+            from benchmarks.kernels.compile import compiled
+
+            return compiled(*program, self.target)
+        function, arguments, donated = program
+        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+
+    def device_of_calls(self) -> Any:
+        """A context in which kernels are chosen for the target."""
+        if self.target is None:
+            return contextlib.nullcontext()
+        from benchmarks.kernels.compile import in_its_place
+
+        return in_its_place(self.target)
+
+    def peaks(self) -> dict[str, float]:
+        """Bytes/s of copies and of reads, FLOP/s of products; measured once per process."""
+        if "peaks" not in self.kept:
+            from benchmarks.card.peaks import measure_peaks
+
+            self.kept["peaks"] = measure_peaks(self.small)
+        return self.kept["peaks"]
+
+
+def no_programs(machine: Machine) -> dict[str, Program]:
+    """Of a part that compiles what it needs when it needs it."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One thing to measure."""
+
+    name: str
+    run: Callable[[Machine, dict[str, Any]], dict[str, Any]]
+    """Measures it with its compiled programs. `good` in what it returns says if it is right."""
+    programs: Callable[[Machine], dict[str, Program]] = no_programs
+    seconds: float = 10
+    """About what it takes; it is not begun when less is left."""
+    limit: float = 150
+    """Seconds after which it hangs, compilation included."""
+    optional: bool = False
+    """Whether its failure is none of ours."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parts that run in one process."""
+
+    name: str
+    parts: tuple[Part, ...]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    overlap: bool = True
+    """Whether parts are measured while the programs of later ones are compiled."""
+    on_device: bool = True
+    """Whether the process itself takes the device."""

@@ -1,0 +1,375 @@
+"""Calls as processes: a parent that keeps the time, and children that measure parts."""
+
+import argparse
+import concurrent.futures
+import datetime
+import hashlib
+import importlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.card.parts import Group, Machine, Part
+
+CALLS = {"A": ("check", "kernels"), "B": ("decode", "decode"), "C": ("serve", "throughput")}
+"""Module of each call, and the end of its file's name."""
+ATTEMPTS = 3
+"""Times that a part is tried in all."""
+ARCHIVE_BYTES = 15 << 20
+"""Most of an archive of compiled programs."""
+ARCHIVES = 3
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy")
+
+
+def groups_of(call: str, small: bool) -> tuple[Group, ...]:
+    """The parts of a call."""
+    return importlib.import_module(f"benchmarks.card.{CALLS[call][0]}").groups(small)
+
+
+def source() -> str:
+    """What stands for the package's source: what was measured with another one is out of date."""
+    digest = hashlib.sha256()
+    for file in sorted((Path(__file__).parents[2] / "kvjax").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class Results:
+    """The file of a call: its parts by name."""
+
+    def __init__(self, file: Path, earlier: Path | None = None):
+        self.file = file
+        read = next((f for f in (file, earlier) if f is not None and f.exists()), None)
+        self.content: dict[str, Any] = {"machine": {}, "parts": {}}
+        if read is not None:
+            self.content = json.loads(read.read_text(encoding="utf-8"))
+
+    @property
+    def parts(self) -> dict[str, dict[str, Any]]:
+        return self.content["parts"]
+
+    def pending(self, parts: tuple[Part, ...], now: str) -> list[Part]:
+        """Those to measure: never tried ones first, then those that failed."""
+
+        def tried(part: Part) -> int:
+            row = self.parts.get(part.name, {})
+            return row.get("attempts", 1) if row.get("source") == now else 0
+
+        open_ = [
+            part
+            for part in parts
+            if tried(part) == 0
+            or (
+                "error" in self.parts[part.name]
+                and tried(part) < (1 if part.optional else ATTEMPTS)
+            )
+        ]
+        return sorted(open_, key=tried)
+
+    def note(self, part: Part, now: str, found: dict[str, Any]) -> None:
+        """Write what was found of a part."""
+        before = self.parts.pop(part.name, {})
+        attempts = before.get("attempts", 0) if before.get("source") == now else 0
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        more = {"source": now, "date": date, "attempts": attempts + 1}
+        if part.optional:
+            more["optional"] = True
+        self.parts[part.name] = found | more
+        self.write()
+
+    def write(self) -> None:
+        """Whole or not at all, whatever ends the process."""
+        draft = self.file.with_suffix(".draft")
+        draft.write_text(
+            json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        draft.replace(self.file)
+
+
+def file_of(call: str, options: argparse.Namespace, folder: Path) -> Path:
+    """Where a call's results lie."""
+    return folder / f"{'rehearsal' if options.rehearse else 'h200'}-{CALLS[call][1]}.json"
+
+
+def results_of(call: str, options: argparse.Namespace) -> Results:
+    earlier = None if options.resume is None else file_of(call, options, options.resume)
+    return Results(file_of(call, options, options.out), earlier)
+
+
+def running_file(options: argparse.Namespace) -> Path:
+    """Says which part is being measured, and when it began."""
+    return options.out / "running.json"
+
+
+# The parent.
+
+
+def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
+    """Measure what is left of a call; 1 if anything failed, is wrong or is still left."""
+    now = source()
+    cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", "/tmp/kvjax-card-programs"))
+    if not options.rehearse:
+        unpack_programs(cache, options)
+    for group in groups_of(call, options.rehearse):
+        parts = tuple(part for part in group.parts if options.only in part.name)
+        while pending := results_of(call, options).pending(parts, now):
+            left = deadline - time.monotonic()
+            if left < min(part.seconds for part in pending) + 5:
+                break
+            before = json.dumps(results_of(call, options).parts)
+            one_child(call, group, pending, options, deadline, cache)
+            note_failure(call, pending, options, now, deadline)
+            if json.dumps(results_of(call, options).parts) == before:
+                break  # nothing fits into what is left
+        if not options.rehearse:
+            pack_programs(cache, options.out)
+    return report_of(call, options, now)
+
+
+def one_child(
+    call, group: Group, pending: list[Part], options, deadline: float, cache: Path
+) -> None:
+    """Run a process over a group, as long as its parts and the call have time."""
+    environment = dict(os.environ)
+    environment |= {
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    flags = group.environment.get("XLA_FLAGS", "")
+    if options.rehearse:
+        environment["JAX_PLATFORMS"], flags = "cpu", ""
+        environment.pop("JAX_COMPILATION_CACHE_DIR")
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    command = [sys.executable, "-m", "benchmarks.card", call, "--child", group.name]
+    command += ["--out", str(options.out), "--only", options.only]
+    command += ["--seconds", str(max(1.0, deadline - time.monotonic()))]
+    command += ["--rehearse"] if options.rehearse else []
+    command += ["--resume", str(options.resume)] if options.resume else []
+    limits = {part.name: part.limit for part in pending}
+    running = running_file(options)
+    running.unlink(missing_ok=True)
+    process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
+    began = time.monotonic()
+    try:
+        while process.poll() is None:
+            time.sleep(0.2)
+            now = time.monotonic()
+            name, since = read_running(running) or ("", began)
+            if now > deadline + 3 or now - since > limits.get(name, max(limits.values())):
+                process.kill()
+                process.wait(20)
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def read_running(file: Path) -> tuple[str, float] | None:
+    try:
+        name, since = json.loads(file.read_text(encoding="utf-8"))
+        return name, since
+    except (OSError, ValueError):
+        return None
+
+
+def note_failure(call: str, pending: list[Part], options, now: str, deadline: float) -> None:
+    """A part in the middle of which its process ended has failed, unless the call's time was up."""
+    found = read_running(running_file(options))
+    running_file(options).unlink(missing_ok=True)
+    if found is None or time.monotonic() > deadline:
+        return
+    part = next(part for part in pending if part.name == found[0])
+    seconds = time.monotonic() - found[1]
+    error = f"the process ended after {seconds:.0f} s, of at most {part.limit:.0f}"
+    results_of(call, options).note(part, now, {"error": error})
+
+
+def report_of(call: str, options: argparse.Namespace, now: str) -> int:
+    """Print what became of every part."""
+    results = results_of(call, options)
+    bad = 0
+    for group in groups_of(call, options.rehearse):
+        for part in group.parts:
+            if options.only not in part.name:
+                continue
+            row = results.parts.get(part.name, {})
+            if row.get("source") != now:
+                row = {"error": "not measured: no time was left"}
+            failed = not part.optional and ("error" in row or not row.get("good", True))
+            bad += failed
+            print(f"{call} {'FAILED ' if failed else ''}{part.name}: {said_of(row)}", flush=True)
+    return 1 if bad else 0
+
+
+def said_of(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    skipped = ("source", "date", "attempts", "optional", "rows", "memory", "versions", "limits")
+    text = ", ".join(f"{key} {value}" for key, value in row.items() if key not in skipped)
+    return text if len(text) <= 300 else f"{text[:300]} …"
+
+
+def unpack_programs(cache: Path, options: argparse.Namespace) -> None:
+    """Put programs that earlier calls compiled where JAX looks for them."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for folder in {options.out, options.resume or options.out}:
+        for archive in sorted(folder.glob("programs-*.tar")):
+            with tarfile.open(archive) as tar:
+                tar.extractall(cache, filter="data")
+
+
+def pack_programs(cache: Path, out: Path) -> None:
+    """Put the compiled programs into a few archives that fit through a narrow door."""
+    files = sorted(cache.rglob("*"), key=lambda f: f.stat().st_mtime)
+    files = [f for f in files if f.is_file() and f.stat().st_size < ARCHIVE_BYTES // 2]
+    for number in range(ARCHIVES):
+        size, content = 0, io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as tar:
+            while files and size + files[-1].stat().st_size < ARCHIVE_BYTES:
+                size += files[-1].stat().st_size + 2048
+                tar.add(files[-1], files[-1].relative_to(cache))
+                files.pop()
+        if size:
+            (out / f"programs-{number}.tar").write_bytes(content.getvalue())
+
+
+# The child.
+
+
+def child(options: argparse.Namespace) -> int:
+    """Measure the pending parts of one group, each written at once."""
+    deadline = time.monotonic() + options.seconds
+    (call,) = options.calls
+    (group,) = (g for g in groups_of(call, options.rehearse) if g.name == options.child)
+    parts = tuple(part for part in group.parts if options.only in part.name)
+    now, machine = source(), Machine(small=options.rehearse)
+    results = results_of(call, options)
+    pending = results.pending(parts, now)
+    if group.on_device:
+        results.content["machine"] = machine_here()
+    running = running_file(options)
+    for part, compiled in compiled_parts(machine, group, pending, running, deadline):
+        left = deadline - time.monotonic()
+        if left < part.seconds:
+            running.unlink(missing_ok=True)
+            print(f"{part.name}: {left:.0f} s are not enough", flush=True)
+            continue
+        start = time.monotonic()
+        try:
+            found: dict[str, Any] = part.run(machine, compiled())
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        found["took_seconds"] = round(time.monotonic() - start, 2)
+        results.note(part, now, found)
+        running.unlink(missing_ok=True)
+        print(f"{part.name}: {said_of(found)}", flush=True)
+        if "error" in found and "CUDA_ERROR" in found["error"]:
+            return 1  # nothing runs in this process any more
+    return 0
+
+
+def end_with_the_parent() -> None:
+    """Nobody is left to end a child whose parent was killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def compiled_parts(
+    machine: Machine, group: Group, pending: list[Part], running: Path, deadline: float
+) -> Iterator[tuple[Part, Any]]:
+    """Each part when its programs are compiled, with a function that gives them.
+
+    Threads compile ahead: XLA uses one core for most of it.
+    """
+    workers = max(2, (os.cpu_count() or 2) - 1)
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+
+    def compile_all(part: Part) -> dict[str, Any]:
+        return {name: machine.compiled(p) for name, p in part.programs(machine).items()}
+
+    try:
+        futures = {part.name: pool.submit(compile_all, part) for part in pending}
+        if not group.overlap:
+            running.write_text(json.dumps([pending[0].name, time.monotonic()]) if pending else "")
+            concurrent.futures.wait(futures.values(), max(0.0, deadline - time.monotonic()))
+        for part in pending:
+            running.write_text(json.dumps([part.name, time.monotonic()]), encoding="utf-8")
+            # Each program is let go with its part.
+            future = futures.pop(part.name)
+            concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
+            if not future.done():
+                break
+            yield part, future.result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def machine_here() -> dict[str, Any]:
+    """The card, its driver, and the versions of what runs on it."""
+    import jax
+
+    device = jax.devices()[0]
+    versions: dict[str, str] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        card = done.stdout.strip().splitlines()[:1]
+    except OSError:
+        card = []
+    found = {"device": device.device_kind, "card": card[0] if card else None, "versions": versions}
+    return found | {"bytes": (device.memory_stats() or {}).get("bytes_limit")}
+
+
+# Without the card.
+
+
+def compile_only(options: argparse.Namespace) -> int:
+    """Compile the programs of the calls for an H200: seconds, peak of memory, what fails."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    from benchmarks.kernels.compile import absent_device, check_toolchain
+
+    check_toolchain("h200")
+    machine, failed = Machine(target=absent_device("h200")), 0
+    groups = [group for call in options.calls for group in groups_of(call, small=False)]
+    for part in (part for group in groups for part in group.parts):
+        programs = part.programs(machine) if options.only in part.name else {}
+        for name, program in programs.items():
+            start = time.monotonic()
+            try:
+                said = memory_of(machine.compiled(program).memory_analysis())
+            except Exception as error:
+                failed += 1
+                said = f"FAILED: {type(error).__name__}: {error}".splitlines()[0][:300]
+            print(f"{part.name}: {name}: {time.monotonic() - start:.1f} s, {said}", flush=True)
+    return 1 if failed else 0
+
+
+def memory_of(analysis: Any) -> str:
+    """The peak of a program's memory, in words."""
+    peak = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    peak += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return f"{peak / 1e9:.2f} GB, {analysis.temp_size_in_bytes / 1e9:.3f} GB of it temporary"

@@ -1,0 +1,299 @@
+"""A page of what the card said: what was asked, what was reached, every figure.
+
+    python -m benchmarks.card.report > docs/gpu.md
+
+Reads benchmarks/results/h200-*.json, or the files of `--results FOLDER`. A question that nothing
+was measured for is left open in the table.
+"""
+
+from kvjax.startup import guard
+
+guard(__name__)
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvjax.cli import ArgumentParser, run_script
+from kvjax.errors import UserError
+
+RESULTS = Path(__file__).parents[1] / "results"
+FILES = ("kernels", "decode", "throughput")
+LARGE = 10**9
+"""Bytes of keys and values from which on attention must reach the bandwidth."""
+PAPER, GOAL = 5.18, 8.0
+"""Tokens per second at 64× over none, at 6,000 tokens on an L4: the paper's, and what is wanted."""
+UNMEASURED = """# On a GPU
+
+Nothing was measured on a GPU yet. On a machine with a Hopper GPU:
+
+    python -m benchmarks.card A --out benchmarks/results     # are the kernels right
+    python -m benchmarks.card B --out benchmarks/results     # attention, decode steps
+    python -m benchmarks.card C --out benchmarks/results     # tokens per second
+    python -m benchmarks.card.report > docs/gpu.md
+"""
+
+Row = dict[str, Any]
+Parts = dict[str, Row]
+
+
+class Question(NamedTuple):
+    """Something that was asked of the card."""
+
+    asked: str
+    wanted: str
+    got: str
+    met: bool | None
+    """None where nothing was wanted, or nothing was measured."""
+
+
+def read(folder: Path, prefix: str = "h200") -> tuple[dict[str, Any], Parts]:
+    """The machine and all parts of the calls' files that are there."""
+    machine: dict[str, Any] = {}
+    parts: Parts = {}
+    for name in FILES:
+        file = folder / f"{prefix}-{name}.json"
+        if file.exists():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            machine = content["machine"] or machine
+            # Each call measures the peaks again.
+            parts |= {f"{name} {k}" if k == "peaks" else k: v for k, v in content["parts"].items()}
+    return machine, parts
+
+
+def of(parts: Parts, kind: str) -> Parts:
+    """Parts of a kind by what follows it, those that gave nothing left out."""
+    return {
+        name.removeprefix(f"{kind}: "): row
+        for name, row in parts.items()
+        if name.startswith(f"{kind}: ") and "error" not in row
+    }
+
+
+def questions(parts: Parts) -> Iterator[Question]:
+    """What the files answer, in the order in which it was asked."""
+    yield from _right(parts)
+    yield from _attention(of(parts, "attention"))
+    yield from _steps(of(parts, "step"))
+    yield from _throughput(of(parts, "throughput"))
+
+
+def asked(
+    what: str,
+    wanted: str,
+    got: float | None,
+    met: Callable[[float], bool] | None = None,
+    form: str = "{:.0%}",
+) -> Question:
+    """A question with a number as its answer."""
+    if got is None:
+        return Question(what, wanted, "not measured", None)
+    return Question(what, wanted, form.format(got), None if met is None else met(got))
+
+
+def _right(parts: Parts) -> Iterator[Question]:
+    checked = {
+        name: row
+        for name, row in parts.items()
+        if name.startswith(("right: ", "ring: ", "pool ")) and "skipped" not in row
+    }
+    good = sum(row.get("good", False) for row in checked.values())
+    if not checked:
+        yield Question("kernels against the reference", "all", "not measured", None)
+        return
+    yield Question(
+        "kernels against the reference",
+        "all",
+        f"{good} of {len(checked)}",
+        good == len(checked),
+    )
+    rings = of(parts, "ring")
+    repeats = sum(row["repeats"] for row in rings.values())
+    differing = sum(row["differing"] for row in rings.values())
+    if rings:
+        yield Question(
+            f"repeats of {repeats} runs that differ in a bit", "0", str(differing), differing == 0
+        )
+    memory = parts.get("memory checker", {})
+    if "good" in memory:
+        said = "nothing found" if memory["good"] else f"exit code {memory['exit_code']}"
+        yield Question("compute-sanitizer memcheck", "nothing found", said, memory["good"])
+
+
+def _attention(rows: Parts) -> Iterator[Question]:
+    def us(name: str) -> float | None:
+        return rows[name]["us"] if name in rows else None
+
+    large = {n: r for n, r in rows.items() if r["bytes"] >= LARGE and "statistic" not in n}
+    for name, row in large.items():
+        share = row["share_of_copy"]
+        yield asked(f"attention, {name}: of the copy bandwidth", "≥ 85 %", share, at_least(0.85))
+    for name, row in large.items():
+        slower = us(f"{name} + statistic")
+        ratio = None if slower is None else slower / row["us"] - 1
+        yield asked(f"attention, {name}: more with the statistic", "≤ 15 %", ratio, at_most(0.15))
+    for name, row in large.items():
+        uniform = rows.get(name.replace(" zipf", " uniform"))
+        if " zipf" in name and uniform is not None:
+            each = (row["us"] / row["bytes"]) / (uniform["us"] / uniform["bytes"]) - 1
+            what = f"attention, {name}: more per byte than uniform"
+            yield asked(what, "≤ 5 %", each, at_most(0.05))
+    for name in rows:
+        if " b=64" in name and us(name.replace(" b=64", " b=16")) is not None:
+            more = us(name.replace(" b=64", " b=16")) / us(name) - 1  # type: ignore[operator]
+            what = name.replace(" b=64", "")
+            yield asked(f"attention, {what}: more time with b = 16 than with 64", "", more)
+
+
+def _steps(rows: Parts) -> Iterator[Question]:
+    for name, row in rows.items():
+        met = at_least(0.8) if re.search(r" 64 × .*, full$", name) else None
+        what = f"decode step, {name}: of the copy bandwidth"
+        yield asked(what, "≥ 80 %" if met else "", row["share_of_copy"], met)
+    for name, row in rows.items():
+        plain = rows.get(re.sub(r", pool of \d+ GB", "", name))
+        if ", pool of" in name and plain is not None:
+            more = row["us"] / plain["us"] - 1
+            yield asked(f"decode step, {name}: more than without", "≤ 2 %", more, at_most(0.02))
+
+
+def _throughput(rows: Parts) -> Iterator[Question]:
+    rates = {row["rate"]: row for row in rows.values()}
+
+    def ratio(rate: float) -> float | None:
+        if rate not in rates or None not in rates:
+            return None
+        return rates[rate]["total_tokens_per_second"] / rates[None]["total_tokens_per_second"]
+
+    best = ratio(64.0)
+    for least in (PAPER, GOAL):
+        what = "tokens per second at 64× over none"
+        yield asked(what, f"≥ {least:g}×", best, at_least(least), "{:.2f}×")
+    one = ratio(1.0)
+    slower = None if one is None else 1 - one
+    yield asked("rate 1 slower than no compression", "≤ 2 %", slower, at_most(0.02), "{:.1%}")
+    for row in rows.values():
+        share = row["seconds_by_phase"]["host"] / row["seconds"]
+        what = "no compression" if row["rate"] is None else f"rate {row['rate']:g}"
+        yield asked(f"host's share, {what}", "≤ 3 %", share, at_most(0.03), "{:.1%}")
+
+
+def at_least(least: float) -> Callable[[float], bool]:
+    return lambda got: got >= least
+
+
+def at_most(most: float) -> Callable[[float], bool]:
+    return lambda got: got <= most
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def page(machine: dict[str, Any], parts: Parts) -> str:
+    """The page, in Markdown."""
+    if not parts:
+        return UNMEASURED
+    dates = sorted({row["date"] for row in parts.values()})
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    card = machine["card"] or machine["device"]
+    made = "Made by `python -m benchmarks.card.report` from benchmarks/results/h200-*.json."
+    said = ["# On a GPU", f"{card}; {versions}; {when}. {made}"]
+    peaks = next((row for name, row in parts.items() if name.endswith(" peaks")), None)
+    if peaks and "error" not in peaks:
+        said.append(
+            "Measured in the same run: "
+            f"copies {peaks['copy_bytes_per_s'] / 1e12:.2f} TB/s (read plus written), "
+            f"reads alone {peaks['read_bytes_per_s'] / 1e12:.2f} TB/s, "
+            f"bfloat16 products {peaks['flop_per_s'] / 1e12:.0f} TFLOP/s."
+        )
+    if len({row["source"] for row in parts.values()}) > 1:
+        said.append("Not all of it was measured with the same source of the package.")
+    verdicts = {True: "reached", False: "**missed**", None: ""}
+    rows = [(q.asked, q.wanted, q.got, verdicts[q.met]) for q in questions(parts)]
+    said += ["## Asked and answered", table(("asked", "wanted", "got", ""), rows)]
+    said += list(_tables(parts))
+    failed = {name: row["error"] for name, row in parts.items() if "error" in row}
+    if failed:
+        rows = [(name, error.replace("|", "/")) for name, error in failed.items()]
+        said += ["## Not measured", table(("what", "why"), rows)]
+    return "\n\n".join(said) + "\n"
+
+
+def _tables(parts: Parts) -> Iterator[str]:
+    """Every figure."""
+    for title, kind, first in (
+        ("Decode attention of one layer", "attention", "case"),
+        ("What others take for the same bytes", "rival", "case"),
+        ("Whole decode steps", "step", "step"),
+    ):
+        rows = [
+            (
+                name,
+                f"{row['us']:,.1f}",
+                f"{row['bytes'] / 1e9:.3f}",
+                f"{row['share_of_copy']:.1%}",
+                f"{row['share_of_read']:.1%}",
+                f"{row['tokens_per_second']:,}" if "tokens_per_second" in row else "",
+            )
+            for name, row in of(parts, kind).items()
+        ]
+        if rows:
+            head = (first, "µs", "GB", "of the copy bandwidth", "of the read bandwidth", "tokens/s")
+            yield f"## {title}"
+            yield table(head, rows)
+    if rows := of(parts, "throughput"):
+        head = (
+            "rate", "tokens/s, in and out", "out", "largest batch", "expected", "preempted",
+            "prefill", "compress", "decode", "host", "of the roofline",
+        )  # fmt: skip
+        first = next(iter(rows.values()))
+        yield "## Tokens per second"
+        yield (
+            f"{first['model']}, {first['num_prompts']} prompts of {first['input_len']:,} tokens, "
+            f"{first['output_len']} out each, a pool of {first['pool_tokens']:,} tokens."
+        )
+        yield table(head, [_throughput_row(row) for row in rows.values()])
+    if rows := {**of(parts, "right"), **of(parts, "ring")}:
+        yield "## Right"
+        lines = []
+        for name, row in rows.items():
+            worst = max(row["errors"].values())
+            more = f"{row['wraps']:.0f} times around the ring" if row.get("wraps") else ""
+            chosen = row["chosen"].partition(":")[0]
+            lines.append((name, chosen, f"{worst:.1e}", f"{row['limit']:.0e}", more))
+        yield table(("call", "kernel", "worst error", "allowed", ""), lines)
+
+
+def _throughput_row(row: Row) -> tuple[str, ...]:
+    phases = row["seconds_by_phase"]
+    return (
+        "none" if row["rate"] is None else f"{row['rate']:g}×",
+        f"{row['total_tokens_per_second']:,.0f}",
+        f"{row['output_tokens_per_second']:,.0f}",
+        f"{row['max_batch']}",
+        f"{row['expected_batch']}",
+        f"{row['preemptions']}",
+        *(f"{phases[name]:.1f} s" for name in ("prefill", "compress", "decode", "host")),
+        f"{row['roofline_share']:.0%}" if "roofline_share" in row else "",
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = ArgumentParser(prog="python -m benchmarks.card.report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder (%(default)s)")
+    parser.add_argument("--prefix", default="h200", help="of the files' names (%(default)s)")
+    options = parser.parse_args(arguments)
+    if not options.results.is_dir():
+        raise UserError(f"--results {options.results}: there is no such folder")
+    print(page(*read(options.results, options.prefix)), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,303 @@
+"""What a machine with a GPU is asked: calls that go on where they were, and the page about them."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.card import __main__ as card
+from benchmarks.card import process, report
+from benchmarks.card.parts import Group, Machine, Part
+from kvjax.cli import main_of
+from tests.conftest import REPOSITORY
+
+
+def part(name: str, **more: Any) -> Part:
+    return Part(name, lambda machine, compiled: {}, **more)
+
+
+@pytest.fixture
+def options(tmp_path) -> argparse.Namespace:
+    return argparse.Namespace(rehearse=True, out=tmp_path, resume=None, only="", seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (card, ["D"], "invalid choice: 'D'"),
+        (card, ["A", "--out", "/no/such"], "--out /no/such: there is no such folder"),
+        (card, ["A", "--seconds", "0"], "--seconds 0"),
+        (report, ["--results", "/no/such"], "--results /no/such: there is no such folder"),
+    ],
+)
+def test_bad_input_is_one_line(command, arguments: list[str], message: str, capsys) -> None:
+    assert main_of(command.main, arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_call_goes_on_where_it_was(tmp_path) -> None:
+    """Measured parts stay, what was measured with other source does not, failed ones come last."""
+    parts = tuple(map(part, ("done", "failed", "old", "new")))
+    file = tmp_path / "x.json"
+    results = process.Results(file)
+    results.note(parts[0], "now", {"us": 1})
+    results.note(parts[1], "now", {"error": "no"})
+    results.note(parts[2], "before", {"us": 1})
+
+    def left() -> list[str]:
+        return [p.name for p in process.Results(file).pending(parts, "now")]
+
+    assert left() == ["old", "new", "failed"]
+    for _ in range(process.ATTEMPTS - 1):
+        assert "failed" in left()
+        process.Results(file).note(parts[1], "now", {"error": "no"})
+    assert left() == ["old", "new"]
+    # Elsewhere, with the files of before.
+    earlier = process.Results(tmp_path / "y.json", file)
+    assert [p.name for p in earlier.pending(parts, "now")] == ["old", "new"]
+    assert file.exists()
+    assert not (tmp_path / "y.json").exists()
+
+
+def test_what_is_not_ours_is_tried_once(tmp_path) -> None:
+    rival, results = part("rival", optional=True), process.Results(tmp_path / "x.json")
+    results.note(rival, "now", {"error": "not installed"})
+    assert results.pending((rival,), "now") == []
+
+
+def stand_in(folder: Path, script: str) -> str:
+    """A program in Python's place that does this, with OUT as the folder of the results."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\nOUT={folder}\n{script}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("kill -9 $$", "the process ended after 5 s, of at most 30"),
+        ("sleep 60", "the process ended after 5 s, of at most 4"),
+    ],
+    ids=["crash", "hang"],
+)
+def test_a_part_that_ends_its_process_is_noted(
+    script: str, said: str, options, tmp_path, monkeypatch
+) -> None:
+    since = time.monotonic() - 5
+    marked = f"echo '[\"bad\", {since}]' > $OUT/running.json\n{script}"
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, marked))
+    limit = 4 if "sleep" in script else 30
+    group = Group("kernels", (part("bad", limit=limit),))
+    pending, deadline = list(group.parts), time.monotonic() + 600
+    process.one_child("A", group, pending, options, deadline, tmp_path)
+    process.note_failure("A", pending, options, "now", deadline)
+    results = process.results_of("A", options)
+    assert results.parts["bad"]["error"] == said
+    assert not process.running_file(options).exists()
+
+
+def test_a_part_that_the_time_ran_out_for_is_not_a_failure(options, tmp_path) -> None:
+    process.running_file(options).write_text(f'["late", {time.monotonic()}]')
+    process.note_failure("A", [part("late")], options, "now", time.monotonic() - 1)
+    assert process.results_of("A", options).parts == {}
+
+
+def test_parts_are_compiled_ahead_and_one_at_a_time_measured(tmp_path) -> None:
+    """The programs of each part are those it gets; what marks it runs from then on."""
+    import jax
+    import jax.numpy as jnp
+
+    from benchmarks.card.parts import Program
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def adds(n: int) -> Part:
+        return Part(
+            f"adds {n}",
+            lambda machine, compiled: {"sum": int(compiled["add"](jnp.int32(1)))},
+            lambda machine: {"add": Program(lambda x: x + n, (number,))},
+        )
+
+    group = Group("sums", (adds(1), adds(10)))
+    running, found = tmp_path / "running.json", []
+    pending = process.compiled_parts(
+        Machine(), group, list(group.parts), running, time.monotonic() + 60
+    )
+    for one, compiled in pending:
+        marked = process.read_running(running)
+        assert marked is not None
+        assert marked[0] == one.name
+        found.append(one.run(Machine(), compiled())["sum"])
+    assert found == [2, 11]
+
+
+def test_compiled_programs_travel_in_a_few_archives(options, tmp_path, monkeypatch) -> None:
+    """The newest first, as many as fit; what is too large stays where it is."""
+    cache, out, later = (tmp_path / name for name in ("cache", "out", "later"))
+    for folder in (cache, out):
+        folder.mkdir()
+    monkeypatch.setattr(process, "ARCHIVE_BYTES", 30_000)
+    monkeypatch.setattr(process, "ARCHIVES", 2)
+    for n in range(8):
+        file = cache / f"program{n}"
+        file.write_bytes(bytes([n]) * 8_000)
+        os.utime(file, (n, n))
+    (cache / "huge").write_bytes(bytes(40_000))
+    process.pack_programs(cache, out)
+    assert all(f.stat().st_size < 40_000 for f in out.iterdir())
+    options.out = out
+    process.unpack_programs(later, options)
+    assert {f.name for f in later.iterdir()} == {f"program{n}" for n in range(2, 8)}
+    assert (later / "program5").read_bytes() == bytes([5]) * 8_000
+
+
+def test_the_cheapest_part_runs(options, capsys) -> None:
+    """In this process: MoveCache against its reference, written as soon as it is measured."""
+    options.only, options.child, options.calls = "right: move", "kernels", ["A"]
+    assert process.child(options) == 0
+    content = json.loads((options.out / "rehearsal-kernels.json").read_text())
+    row = content["parts"]["right: move"]
+    assert row["good"]
+    assert row["errors"] == {"k": 0.0, "v": 0.0}
+    assert row["source"] == process.source()
+    assert content["machine"]["versions"]["jax"]
+    assert process.results_of("A", options).pending((part("right: move"),), row["source"]) == []
+    assert "right: move: errors" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_all_three_calls_at_tiny_sizes(tmp_path) -> None:
+    """Everything is measured, right, and said of; a second run measures nothing anew."""
+    command = [sys.executable, "-m", "benchmarks.card", "A", "B", "C", "--rehearse"]
+    command += ["--out", str(tmp_path), "--seconds", "1500"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = [tmp_path / f"rehearsal-{name}.json" for name in report.FILES]
+    before = [file.read_text() for file in files]
+    again = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert again.returncode == 0
+    assert [file.read_text() for file in files] == before
+    _, parts = report.read(tmp_path, "rehearsal")
+    expected = [
+        p.name for call in process.CALLS for g in process.groups_of(call, True) for p in g.parts
+    ]
+    assert {name.split()[-1] if "peaks" in name else name for name in parts} == set(expected)
+    assert not [name for name, row in parts.items() if "error" in row]
+    ring = next(row for name, row in parts.items() if name.startswith("ring: "))
+    assert ring["wraps"] >= 10
+    assert ring["chosen"] == "mosaic_gpu, interpreted"
+    text = report.page(*report.read(tmp_path, "rehearsal"))
+    assert "## Tokens per second" in text
+    assert "Whole decode steps" in text
+
+
+def row(**more: Any) -> dict[str, Any]:
+    return {"source": "now", "date": "2030-01-02", "attempts": 1, **more}
+
+
+def timing(us: float, size: float, share: float, **more: Any) -> dict[str, Any]:
+    return row(us=us, bytes=int(size), share_of_copy=share, share_of_read=share - 0.05, **more)
+
+
+def served(rate: float | None, speed: float, host: float) -> dict[str, Any]:
+    phases = {"prefill": 30.0, "compress": 1.0, "decode": 60.0, "host": host}
+    return row(
+        rate=rate, total_tokens_per_second=speed, output_tokens_per_second=speed / 13,
+        seconds=100.0, seconds_by_phase=phases, max_batch=3, expected_batch=4, preemptions=0,
+        model="llama3.1-8b", num_prompts=64, input_len=6000, output_len=500, pool_tokens=19500,
+    )  # fmt: skip
+
+
+def write_results(folder: Path) -> None:
+    """Made-up files of the three calls."""
+    machine = {"device": "NVIDIA H200", "card": "NVIDIA H200, 1.2, 3", "versions": {"jax": "9.9"}}
+    errors = {"errors": {"out": 1e-3}, "limit": 1e-2, "chosen": "mosaic_gpu"}
+    kernels = {
+        "peaks": row(copy_bytes_per_s=4.3e12, read_bytes_per_s=4.6e12, flop_per_s=7.9e14),
+        "right: llama": row(**errors, good=True),
+        "right: other": row(**errors, good=False),
+        "ring: bfloat16": row(**errors, good=True, wraps=12.0, repeats=20, differing=0),
+        "right: broken": row(error="XlaRuntimeError: a | b"),
+        "memory checker": row(good=True, exit_code=0, said=[], optional=True),
+        "attention: 8B 256 × 1024 uniform b=16": timing(300, 1.07e9, 0.83),
+        "attention: 8B 256 × 1024 uniform b=64": timing(250, 1.07e9, 0.99),
+    }
+    decode = {
+        "peaks": row(error="lost"),
+        "attention: 8B 32 × 8192 uniform b=16": timing(300, 1.07e9, 0.9),
+        "attention: 8B 32 × 8192 uniform b=16 + statistic": timing(360, 1.07e9, 0.75),
+        "attention: 8B 32 × 8192 zipf b=16": timing(310, 1.07e9, 0.86),
+        "attention: 8B 64 × 1024 uniform b=16": timing(90, 0.27e9, 0.7),
+        "step: llama3.1-8b, 64 × 1024, full": timing(7000, 24e9, 0.82, tokens_per_second=9143),
+        "step: llama3.1-8b, 256 × 1024, full": timing(9000, 50e9, 0.9, tokens_per_second=28444),
+        "step: llama3.1-8b, 256 × 1024, pool of 70 GB, full": timing(
+            9900, 50e9, 0.8, tokens_per_second=25858
+        ),
+    }
+    throughput = {
+        "throughput: rate 64": served(64.0, 6000.0, 2.0),
+        "throughput: no compression": served(None, 1000.0, 4.0),
+        "throughput: rate 1": served(1.0, 990.0, 2.0),
+    }
+    for name, parts in zip(report.FILES, (kernels, decode, throughput), strict=True):
+        content = json.dumps({"machine": machine, "parts": parts})
+        (folder / f"h200-{name}.json").write_text(content)
+
+
+def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> None:
+    write_results(tmp_path)
+    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "NVIDIA H200, 1.2, 3; jax 9.9; 2030-01-02" in text
+    assert "copies 4.30 TB/s" in text
+    answers = {q.asked: (q.got, q.met) for q in report.questions(report.read(tmp_path)[1])}
+    assert answers == {
+        "kernels against the reference": ("2 of 4", False),
+        "repeats of 20 runs that differ in a bit": ("0", True),
+        "compute-sanitizer memcheck": ("nothing found", True),
+        "attention, 8B 256 × 1024 uniform b=16: of the copy bandwidth": ("83%", False),
+        "attention, 8B 256 × 1024 uniform b=64: of the copy bandwidth": ("99%", True),
+        "attention, 8B 256 × 1024 uniform b=16: more with the statistic": ("not measured", None),
+        "attention, 8B 256 × 1024 uniform b=64: more with the statistic": ("not measured", None),
+        "attention, 8B 32 × 8192 uniform b=16: of the copy bandwidth": ("90%", True),
+        "attention, 8B 32 × 8192 zipf b=16: of the copy bandwidth": ("86%", True),
+        "attention, 8B 32 × 8192 uniform b=16: more with the statistic": ("20%", False),
+        "attention, 8B 32 × 8192 zipf b=16: more with the statistic": ("not measured", None),
+        "attention, 8B 32 × 8192 zipf b=16: more per byte than uniform": ("3%", True),
+        "attention, 8B 256 × 1024 uniform: more time with b = 16 than with 64": ("20%", None),
+        "decode step, llama3.1-8b, 64 × 1024, full: of the copy bandwidth": ("82%", True),
+        "decode step, llama3.1-8b, 256 × 1024, full: of the copy bandwidth": ("90%", None),
+        "decode step, llama3.1-8b, 256 × 1024, pool of 70 GB, full: of the copy bandwidth": (
+            "80%",
+            None,
+        ),
+        "decode step, llama3.1-8b, 256 × 1024, pool of 70 GB, full: more than without": (
+            "10%",
+            False,
+        ),
+        "tokens per second at 64× over none": ("6.00×", False),
+        "rate 1 slower than no compression": ("1.0%", True),
+        "host's share, rate 64": ("2.0%", True),
+        "host's share, no compression": ("4.0%", False),
+        "host's share, rate 1": ("2.0%", True),
+    }
+    assert "| tokens per second at 64× over none | ≥ 5.18× | 6.00× | reached |" in text
+    assert "| tokens per second at 64× over none | ≥ 8× | 6.00× | **missed** |" in text
+    assert "| right: broken | XlaRuntimeError: a / b |" in text
+    assert "64 prompts of 6,000 tokens" in text
+
+
+def test_a_page_without_results_says_how_to_get_them(tmp_path) -> None:
+    text = report.page(*report.read(tmp_path))
+    assert "Nothing was measured on a GPU yet" in text
+    assert "python -m benchmarks.card C" in text
