@@ -40,7 +40,8 @@ def protects(method: Method) -> str:
 def row(method: Method) -> tuple[str, ...]:
     """A method's cells, in the order of `HEAD`."""
     over = "; **more than the cap**" if method.allocator.overruns else ""
-    does = (stated(method.scorer), stated(method.allocator) + over, stated(method.selector))
+    then = "" if method.merger is None else f", then {stated(method.merger)}"
+    does = (stated(method.scorer), stated(method.allocator) + over, stated(method.selector) + then)
     return (
         f"`{method.name}`",
         *(does if method.compresses else (NOTHING,) * 3),

@@ -22,7 +22,9 @@ from kvjax.cache.evict import (
 from kvjax.cache.move import move_cache
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs
+from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.method import PLAIN, Method
+from kvjax.cache.policy.observe import of_layer
 from kvjax.cache.policy.score import Artefacts, LayerView, Scores
 from kvjax.cache.policy.select import Candidates, evicted_kvs
 from kvjax.cache.store import (
@@ -89,7 +91,7 @@ def compress(
         artefacts=artefacts,
         max_kvs_per_step=max_kvs_per_step,
     )
-    cache = move_cache(cache, schedule, max_kvs_per_step=max_kvs_per_step)
+    cache = move_cache(cache, schedule, artefacts=artefacts, max_kvs_per_step=max_kvs_per_step)
     freed, shortfall = jnp.sum(schedule.blocks, axis=(1, 2)), schedule.shortfall
     if cache.shared is not None:
         # Those whose copies did not fit have kept everything.
@@ -199,16 +201,8 @@ def write_survivors(
     )
     kept = ~evicted & (token < context_len[..., None])
     if method.merger is not None:
-        k_rows, v_rows = method.merger.fold(
-            jnp.swapaxes(k, 1, 2),
-            jnp.swapaxes(v, 1, 2),
-            position,
-            order,
-            evicted & (token < context_len[..., None]),
-            kept,
-        )
-        k = jnp.swapaxes(k_rows, 1, 2).astype(k.dtype)
-        v = jnp.swapaxes(v_rows, 1, 2).astype(v.dtype)
+        goes = evicted & (token < context_len[..., None])
+        k, v = _merged(method.merger, artefacts, k, v, position, order, goes, kept, length)
     rank = jnp.where(kept, running_count(kept) - 1, num_tokens)
     at, head = layer[:, None, None], jnp.arange(num_heads)[:, None]
     kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)
@@ -225,3 +219,28 @@ def write_survivors(
         state=scores.state,
     )
     return cache, CompressReport(jnp.sum(blocks)[None], shortfall[None]), ok
+
+
+def _merged(
+    merger: Merger,
+    artefacts: Artefacts,
+    k: Float[Array, "L T H d"],
+    v: Float[Array, "L T H d"],
+    position: Int32[Array, "L H T"],
+    order: Float[Array, "L H T"],
+    goes: Bool[Array, "L H T"],
+    stays: Bool[Array, "L H T"],
+    length: Int32[Array, ""],
+) -> tuple[Float[Array, "L T H d"], Float[Array, "L T H d"]]:
+    """A prompt with what goes folded into what stays, one layer at a time."""
+
+    def fold(part):
+        layer, k, v, position, order, goes, stays = part
+        k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
+        own = of_layer(merger.artefacts, artefacts, layer)
+        k_rows, v_rows = merger.fold(k, v, position, order, goes, stays, length, own)
+        k_rows, v_rows = jnp.swapaxes(k_rows, 0, 1), jnp.swapaxes(v_rows, 0, 1)
+        return k_rows.astype(k.dtype), v_rows.astype(v.dtype)
+
+    layers = jnp.arange(k.shape[0], dtype=jnp.int32)
+    return jax.lax.map(fold, (layers, k, v, position, order, goes, stays))

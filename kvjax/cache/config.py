@@ -12,7 +12,7 @@ from kvjax.errors import UserError
 
 AUTO = "auto"
 """The method of an engine's own choice."""
-CALIBRATED, UNCALIBRATED = "predicted-reads-blind", "snapkv"
+CALIBRATED, UNCALIBRATED = "matched:predicted-reads-blind", "snapkv"
 """What that is for a model whose calibration is there, and for any other: what finds most of what a
 chat request asks for, with a calibration and without (docs/results.md)."""
 MOST_KVS_PER_STEP = 100_000_000
@@ -154,7 +154,7 @@ class CompressionConfig:
 
 def usual_method(calibrated: Container[str]) -> str:
     """The name of the method of an engine that has these calibrated arrays."""
-    there = all(name in calibrated for name in get_method(CALIBRATED).artefacts)
+    there = all(name in calibrated for name in get_method(CALIBRATED).calibrated)
     return CALIBRATED if there else UNCALIBRATED
 
 

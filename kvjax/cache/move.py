@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int32
 
 from kvjax.cache.evict import (
     MAX_KVS_PER_STEP,
+    NOTHING,
     EvictionSchedule,
     RowScores,
     head_rows,
@@ -20,6 +21,8 @@ from kvjax.cache.evict import (
     row_scores,
 )
 from kvjax.cache.policy.merge import Merger
+from kvjax.cache.policy.observe import of_layer
+from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.store import (
     KVPool,
     PagedCache,
@@ -64,13 +67,14 @@ def move_cache(
     cache: PagedCache,
     schedule: EvictionSchedule,
     *,
+    artefacts: Artefacts = NOTHING,
     max_kvs_per_step: int = MAX_KVS_PER_STEP,
 ) -> PagedCache:
     """Carry out a schedule: survivors move into the holes, the emptied tail blocks become free.
 
     Keys, values and all numbers of a KV move together and in place; a method's merger folds what
-    goes into what stays before. `schedule` must have been made from this cache. `max_kvs_per_step`
-    (static) bounds the temporaries, never the result.
+    goes into what stays before, and reads `artefacts` for it. `schedule` must have been made from
+    this cache. `max_kvs_per_step` (static) bounds the temporaries, never the result.
 
     Blocks that are written to and that others own too are copied first; a sequence whose copies
     do not fit into the free blocks keeps everything.
@@ -83,14 +87,16 @@ def move_cache(
         kv, numbers = pools
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
-        table, context_len, _ = rows
+        table, context_len, seq_len = rows
         found = row_scores(method, numbers, rows, schedule.protected[group])
         in_range = (slot < cache.num_slots)[:, None]
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
         threshold = schedule.threshold[group, layer]
         evicted = row_evictions(method, found, context_len, evictions, threshold, kv, table)
         if method.merger is not None:
-            kv = _merged(method.merger, kv, table, found, evicted, context_len)
+            held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
+            goes, stays = evicted & held, held & ~evicted
+            kv = _merged(method.merger, artefacts, kv, table, layer, found, goes, stays, seq_len)
         source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
@@ -156,23 +162,27 @@ def _unshared(
 
 def _merged(
     merger: Merger,
+    artefacts: Artefacts,
     kv: KVPool,
     table: Int32[Array, "R H M"],
+    layer: Int32[Array, " R"],
     found: RowScores,
-    evicted: Bool[Array, "R H T"],
-    context_len: Int32[Array, "R H"],
+    goes: Bool[Array, "R H T"],
+    stays: Bool[Array, "R H T"],
+    seq_len: Int32[Array, "R H"],
 ) -> KVPool:
     """The pool with what goes from some (slot, layer) pairs folded into what stays there."""
     k, v = kv.read(table)
-    held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
-    k_rows, v_rows = merger.fold(
-        k.reshape(*evicted.shape, -1),
-        v.reshape(*evicted.shape, -1),
-        found.position,
-        found.scores,
-        evicted & held,
-        held & ~evicted,
-    )
+
+    def fold(row):
+        layer, k, v, position, score, goes, stays, seq_len = row
+        own = of_layer(merger.artefacts, artefacts, layer)
+        return merger.fold(k, v, position, score, goes, stays, seq_len, own)
+
+    k_rows, v_rows = jax.lax.map(fold, (
+        layer, k.reshape(*goes.shape, -1), v.reshape(*goes.shape, -1),
+        found.position, found.scores, goes, stays, seq_len[:, 0],
+    ))  # fmt: skip
     return kv.write((table,), k_rows.reshape(k.shape), v_rows.reshape(v.shape))
 
 

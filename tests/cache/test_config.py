@@ -94,7 +94,9 @@ def test_every_accepted_window_gives_a_method():
             # 0 means that no query is looked at: there is nothing to set.
             blind = getattr(METHODS[name].scorer, "window", None) == 0
             assert getattr(method.scorer, "window", window) == (0 if blind else window)
-    assert CompressionConfig(window=2).resolved.scorer == SharedReads(window=2, queries=2)
+    reads = CompressionConfig(method="shared-reads", window=2).resolved
+    assert reads.scorer == SharedReads(window=2, queries=2)
+    assert CompressionConfig(window=2).resolved.scorer == SnapKV(window=2)
 
 
 def test_a_rate_of_one_evicts_nothing():

@@ -20,7 +20,7 @@ class MeanOfTheDropped(Merger):
     """Adds the mean of all values that go from a head to the value that counts least of its
     others."""
 
-    def fold(self, k, v, position, score, dropped, kept):
+    def fold(self, k, v, position, score, dropped, kept, seq_len, artefacts):
         count = jnp.maximum(jnp.sum(dropped, axis=-1, keepdims=True), 1)
         mean = jnp.sum(jnp.where(dropped[..., None], v, 0), axis=-2) / count
         least = jnp.argmin(jnp.where(kept, score, jnp.inf), axis=-1)

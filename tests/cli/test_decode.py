@@ -331,7 +331,7 @@ def test_an_interruption_leaves_text_and_table(tiny_folder, number, code):
 @pytest.mark.parametrize("there", [True, False])
 def test_the_calibration_of_the_usual_method_is_looked_up_once(tiny_folder, monkeypatch, there):
     model = load_model(weights=tiny_folder)
-    wanted = get_method(CALIBRATED).artefacts
+    wanted = get_method(CALIBRATED).calibrated
     arrays = {name: np.zeros((TINY.num_layers, 1, 1), np.float32) for name in wanted}
     found = Calibration(arrays, model.fingerprint) if there else None
     asked = []
@@ -353,7 +353,7 @@ def test_a_model_without_a_calibration_is_calibrated_at_first_use(
     tiny_folder, monkeypatch, capsys, dummy
 ):
     model = load_model(weights=tiny_folder)
-    arrays = dict.fromkeys(get_method(CALIBRATED).artefacts, np.zeros((TINY.num_layers, 1, 1)))
+    arrays = dict.fromkeys(get_method(CALIBRATED).calibrated, np.zeros((TINY.num_layers, 1, 1)))
     made = Calibration(arrays, model.fingerprint)
     asked = []
     monkeypatch.setattr(shelf, "find", lambda of: asked.append(of))

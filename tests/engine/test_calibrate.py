@@ -14,6 +14,7 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
+from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
 from kvjax.cache.methods.triattention import QUERY_CENTRE, QUERY_SIZE
 from kvjax.engine.calibrate import CalibrationSettings, calibrate, run, shelf
@@ -79,6 +80,7 @@ def test_the_teacher_scores_as_published(model, folder, plus):
         # More than is scored at once, most of it padding.
         np.pad(again, (0, 300 - len(again))).astype(np.int32),
         np.int32(len(again)),
+        np.zeros(1, np.int32),
     )
     score = np.asarray(found.score)[..., : len(text)]
     np.testing.assert_allclose(score, expected[int(plus)], rtol=2e-4, atol=1e-7)
@@ -180,6 +182,9 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert fit.explained.shape == fit.rank_correlation.shape == (2, 2)
     assert 0 < fit.explained.mean() < 1
     assert fit.rank_correlation.mean() > 0.2
+    shape = (config.num_layers, SETTINGS.references, config.num_heads, config.head_dim)
+    assert arrays[REFERENCE_QUERY].shape == shape
+    assert len(np.unique(arrays[REFERENCE_QUERY], axis=1)[0]) == SETTINGS.references
     recipe = fit.calibration.recipe
     assert (recipe["source"], recipe["texts"], recipe["tokens"]) == ("made up", "12", "96")
 
@@ -201,21 +206,23 @@ def test_heads_are_ranked_by_the_mean_of_their_scores(model):
     assert learned.fitted.count + learned.held_out.count == count
 
 
-def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray]:
+def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
     config = model.config
     centre = jnp.zeros((config.num_layers, config.num_heads, config.head_dim))
-    return centre, centre[..., ::2]
+    return centre, centre[..., ::2], centre[:, None]
 
 
-def test_centres_are_the_means_of_queries_before_rope(model, folder):
-    """Those of a layer's projection, which no rotation has met; the first tokens left out."""
+def test_queries_are_those_before_rope(model, folder):
+    """Of a layer's projection, which no rotation has met: their means, the first tokens left out,
+    and those of the tokens that are written down."""
     config, rng = model.config, np.random.default_rng(7)
     lengths, learned = (40, 25), run._Learned.empty(model)
-    teach = run._teacher(model, SETTINGS)
+    teach = run._teacher(model, SETTINGS, 3)
     weights = load_file(folder / "model.safetensors")
     centre = size = 0.0
+    written = set()
     for number, length in enumerate(lengths):
-        of = jax.device_get(teach(rng.integers(0, 256, length)))
+        of = jax.device_get(teach(rng.integers(0, 256, length), number))
         learned.add(number, of, length)
         for layer in range(config.num_layers):
             w = weights[f"model.layers.{layer}.self_attn.q_proj.weight"].astype(np.float64)
@@ -224,6 +231,15 @@ def test_centres_are_the_means_of_queries_before_rope(model, folder):
             at = np.eye(config.num_layers)[layer][:, None, None]
             centre = centre + at * q.sum(axis=0)
             size = size + at * np.hypot(q[..., :half], q[..., half:]).sum(axis=0)
+            for one in of.reference[layer]:
+                far = np.abs(q - one).max(axis=(1, 2))
+                assert far.min() < 1e-3
+                assert (number, layer, int(far.argmin())) not in written
+                written.add((number, layer, int(far.argmin())))
+    # The same tokens in all layers, others of each text.
+    of_text = [{at for n, _, at in written if n == number} for number in (0, 1)]
+    assert [len(at) for at in of_text] == [3, 3]
+    assert of_text[0] != of_text[1]
     np.testing.assert_allclose(learned.query, centre, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(learned.query_size, size, rtol=1e-3)
 
@@ -285,10 +301,10 @@ def test_texts_that_are_too_few_or_short_are_refused(model):
 
 
 def test_a_fit_that_is_no_better_than_a_constant_is_none(model, monkeypatch):
-    def noise(model, settings):
+    def noise(model, settings, references):
         rng = np.random.default_rng(1)
 
-        def teach(ids):
+        def teach(ids, number):
             shape = (2, 2, 96)
             hidden = rng.standard_normal((2, 96, 32)).astype(np.float32)
             one = jnp.ones(shape)
@@ -304,7 +320,8 @@ def test_a_fit_that_is_no_better_than_a_constant_is_none(model, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"ridge": float("nan")},
                                    {"least_tokens": 800}, {"claim_share": 1},
-                                   {"exercises": -1}, {"exercise_tokens": 12}])  # fmt: skip
+                                   {"exercises": -1}, {"exercise_tokens": 12},
+                                   {"references": 0}])  # fmt: skip
 def test_settings_out_of_range_are_refused_in_one_line(wrong):
     with pytest.raises(UserError) as caught:
         CalibrationSettings(**wrong)
@@ -370,9 +387,9 @@ def test_what_ships_is_a_calibration_of_its_model():
     assert [path.stem for path in shelf.shipped()] == ["smollm2-135m"]
     for path in shelf.shipped():
         found = Calibration.load(path)
-        assert {WEIGHT, EXTRA, CLAIM} <= set(found.arrays)
+        assert {WEIGHT, EXTRA, CLAIM, REFERENCE_QUERY} <= set(found.arrays)
         assert found.recipe["source"] == "this package's"
-        assert path.stat().st_size < 500_000
+        assert path.stat().st_size < 900_000
         assert all(jnp.isfinite(jnp.asarray(x)).all() for x in found.arrays.values())
 
 

@@ -32,14 +32,15 @@ def test_compress_by_hand(capsys):
 def test_many_prompts(tiny_folder, capsys):
     texts = {"short": "one two " * 20, "long": "three " * 60, "endless": "x" * 5000}
     many_prompts.ask(load_model(weights=tiny_folder), texts, "?", new_tokens=4)
-    short, long, endless, *_, last = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out
+    # Answers of a toy may break lines.
+    short, long, endless = re.findall(r"^(?:short|long|endless) \(.*", said, re.M)
     for line in (short, long):
         before, after = map(int, re.findall(r"([0-9]+) blocks → ([0-9]+)", line)[0])
         assert 3 * after < before
     assert "first token after" in short
-    assert endless.startswith("endless (")
     assert "first token" not in endless
-    assert last.startswith("3 prompts in batches of up to 2; ")
+    assert said.splitlines()[-1].startswith("3 prompts in batches of up to 2; ")
 
 
 def test_own_method(tiny_folder, capsys):

@@ -25,7 +25,15 @@ def calibrated(layers: int, heads: int, d: int, size: int | None = None) -> dict
         **_reads(layers, heads, 2 * heads * d if size is None else size),
         **_surrogates(layers, heads, 2 * heads * d if size is None else size),
         **_centres(layers, heads, d),
+        **_queries(layers, heads, d),
     }
+
+
+def _queries(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:
+    """Queries of six tokens before RoPE."""
+    rngs = [np.random.default_rng((29, layer)) for layer in range(layers)]
+    found = np.stack([rng.standard_normal((6, 2 * heads, d)) for rng in rngs])
+    return {"reference_query": found.astype(np.float32)}
 
 
 def _centres(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:

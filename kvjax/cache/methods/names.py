@@ -3,7 +3,8 @@
 A name may wrap another: `kvcrush:snapkv`. Options go between, in any order: an anchor (`random` by
 default, `mean`, `alternating`, `zeros`, `ones`), a unit (`chunk8`, `page32`, up to 4096), the share
 of representatives in percent (25 by default) and `openvino` for the rule of OpenVINO's code, as in
-`kvcrush-mean-chunk8-50:h2o`. `kmeans:BASE` clusters the keys instead.
+`kvcrush-mean-chunk8-50:h2o`. `kmeans:BASE` clusters the keys instead; `matched:BASE` fits what
+stays to attention as it was.
 """
 
 import difflib
@@ -40,6 +41,7 @@ from kvjax.cache.methods import (
 )
 from kvjax.cache.methods.k_means import k_means
 from kvjax.cache.methods.kvcrush import Anchor, kv_crush
+from kvjax.cache.methods.matched import matched
 from kvjax.cache.policy.checks import MOST_UNIT
 from kvjax.cache.policy.method import Method
 from kvjax.checks import SHOWN, shown
@@ -50,8 +52,10 @@ _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compre
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
           compactor, kvzip, kvzap, duo_heads, r_kv, triattention)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
-_WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means}
+_WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means, "matched": matched}
 WRAPPED = (
+    "matched:predicted-reads-blind",
+    "matched:kv-compress",
     "kvcrush:h2o",
     "kvcrush-mean:h2o",
     "kvcrush-alternating:h2o",
@@ -74,6 +78,8 @@ def _settings(wrapper: str) -> dict[str, Any] | None:
         return None
     settings: dict[str, Any] = {}
     for option in options:
+        if kind == "matched":
+            return None
         number = re.fullmatch(r"(chunk|page|)([1-9]\d{0,3})", option)
         if number and not number[1] and int(number[2]) < 100:
             settings["share"] = int(number[2]) / 100

@@ -1,21 +1,30 @@
 """Mergers: what becomes of the KVs that go, before their blocks are freed."""
 
+from typing import ClassVar
+
 from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache.policy.score import Artefacts
 
 
 class Merger:
     """Folds dropped KVs into kept ones. Subclasses are frozen dataclasses."""
 
+    artefacts: ClassVar[tuple[str, ...]] = ()
+    """Names of the calibrated arrays that it reads."""
+
     def fold(
         self,
-        k: Float[Array, "*rows T d"],
-        v: Float[Array, "*rows T d"],
-        position: Int32[Array, "*rows T"],
-        score: Float[Array, "*rows T"],
-        dropped: Bool[Array, "*rows T"],
-        kept: Bool[Array, "*rows T"],
-    ) -> tuple[Float[Array, "*rows T d"], Float[Array, "*rows T d"]]:
-        """Keys and values after dropped ones were merged into kept ones.
+        k: Float[Array, "H T d"],
+        v: Float[Array, "H T d"],
+        position: Int32[Array, "H T"],
+        score: Float[Array, "H T"],
+        dropped: Bool[Array, "H T"],
+        kept: Bool[Array, "H T"],
+        seq_len: Int32[Array, ""],
+        artefacts: Artefacts,
+    ) -> tuple[Float[Array, "H T d"], Float[Array, "H T d"]]:
+        """Keys and values of a layer after dropped ones were merged into kept ones.
 
         Only those of kept KVs count afterwards. Positions and numbers of kept KVs stay.
 
@@ -26,5 +35,7 @@ class Merger:
             score: its eviction score; +inf where it could not be evicted.
             dropped: KVs that go.
             kept: KVs that stay; slots that hold nothing are neither.
+            seq_len: tokens that the sequence has seen.
+            artefacts: the layer's.
         """
         raise NotImplementedError

@@ -122,7 +122,8 @@ class Method:
         """Names of the arrays that it needs."""
         own = () if self.scorer is None or self.repeats else self.scorer.artefacts
         rule = () if self.decode is None else self.decode.artefacts
-        return tuple(dict.fromkeys((*own, *rule, *self.allocator.artefacts)))
+        merger = () if self.merger is None else self.merger.artefacts
+        return tuple(dict.fromkeys((*own, *rule, *self.allocator.artefacts, *merger)))
 
     @property
     def calibrated(self) -> tuple[str, ...]:

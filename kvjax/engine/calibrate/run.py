@@ -15,6 +15,7 @@ from jaxtyping import Float
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
+from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
 from kvjax.cache.methods.triattention import QUERY_CENTRE, QUERY_SIZE
 from kvjax.checks import check_number, check_whole
@@ -71,6 +72,8 @@ class CalibrationSettings:
     """Contexts that the choice is trained on (`kvjax.engine.calibrate.choice`); 0 for none."""
     exercise_tokens: int = 1024
     """Tokens of each of these at most."""
+    references: int = 16
+    """Tokens whose queries are written down, for `kvjax.cache.methods.matched`."""
 
     def __post_init__(self):
         check_whole("tokens", self.tokens, 16, 2**20)
@@ -80,6 +83,7 @@ class CalibrationSettings:
         check_number("claim_share", self.claim_share, 0.01, 0.99)
         check_whole("exercises", self.exercises, 0)
         check_whole("exercise_tokens", self.exercise_tokens, 256, 2**20)
+        check_whole("references", self.references, 1, 4096)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +111,8 @@ def calibrate(
     recipe: dict[str, str] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Fit:
-    """Make the arrays that `predicted-reads` reads, and those of `duo-heads` and `triattention`.
+    """Make the arrays that `predicted-reads` reads, those of `duo-heads` and `triattention`, and
+    the queries of `matched:…`.
 
     Args:
         model: the model.
@@ -145,10 +150,11 @@ def calibrate(
     key = json.dumps([own_hash, made_of])
     kept = None if state is None else Path(state)
     learned = _Learned.load(kept, key) or _Learned.empty(model)
-    teach = _teacher(model, settings)
+    teach = _teacher(model, settings, -(-settings.references // len(prompts)))
     for number in range(learned.done, len(prompts)):
         progress("calibrating", number, len(prompts))
-        learned.add(number, jax.device_get(teach(prompts[number])), len(prompts[number]))
+        of = jax.device_get(teach(prompts[number], number))
+        learned.add(number, of, len(prompts[number]))
         if kept is not None and learned.done % SAVE_EVERY == 0:
             learned.save(kept, key)
     progress("fitting", len(prompts), len(prompts))
@@ -179,7 +185,10 @@ def _prompts(
             yield np.asarray(ids, np.int32)
 
 
-def _teacher(model: LoadedModel, settings: CalibrationSettings) -> Callable[[np.ndarray], Lesson]:
+def _teacher(
+    model: LoadedModel, settings: CalibrationSettings, references: int
+) -> Callable[[np.ndarray, int], Lesson]:
+    """What makes the lesson of a text and its number, with the queries of so many tokens."""
     request = request_tokens(model.tokenizer)
     scorer = Repeated(first=len(request), plus=True)
     step = jax.jit(lesson, static_argnums=(0, 1))
@@ -190,11 +199,13 @@ def _teacher(model: LoadedModel, settings: CalibrationSettings) -> Callable[[np.
     def padded(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
         return np.pad(np.asarray(ids, np.int32), (0, size - len(ids)))
 
-    def teach(ids: np.ndarray) -> Lesson:
+    def teach(ids: np.ndarray, number: int) -> Lesson:
+        order = np.random.default_rng((7, number)).permutation(np.arange(FIRST, len(ids)))
         again = np.concatenate([np.asarray(request, np.int32), ids])
         return step(
             model.config, scorer, model.params, artefacts,
             padded(ids, room), np.int32(len(ids)), padded(again, room_again), np.int32(len(again)),
+            np.resize(order, references).astype(np.int32),
         )  # fmt: skip
 
     return teach
@@ -215,6 +226,8 @@ class _Learned:
     query_size: Float[np.ndarray, "L Hr half"]
     """Norms of their pairs, summed likewise."""
     samples: list[dict[str, np.ndarray]]
+    references: list[Float[np.ndarray, "L n Hr d"]]
+    """Queries before RoPE of some tokens of each text."""
     done: int = 0
 
     @classmethod
@@ -224,7 +237,7 @@ class _Learned:
         reads, scores = np.zeros(CLAIM_LEVELS + 1), np.zeros(sizes[:2])
         query = np.zeros((config.num_layers, config.num_heads, config.head_dim))
         half = np.zeros((*query.shape[:2], config.head_dim // 2))
-        return cls(Sums.zeros(*sizes), Sums.zeros(*sizes), reads, scores, query, half, [])
+        return cls(Sums.zeros(*sizes), Sums.zeros(*sizes), reads, scores, query, half, [], [])
 
     def add(self, number: int, of: Lesson, length: int) -> None:
         hidden = np.asarray(of.hidden)[:, :length]
@@ -240,6 +253,7 @@ class _Learned:
         self.scores += np.sum(score[..., FIRST:], axis=-1, dtype=np.float64)
         self.query += np.asarray(of.query)
         self.query_size += np.asarray(of.query_size)
+        self.references.append(np.asarray(of.reference))
         if held and len(self.samples) < MOST_SAMPLED:
             at = np.linspace(FIRST, length - 1, min(SAMPLE, length - FIRST)).astype(int)
             self.samples.append({
@@ -256,6 +270,8 @@ class _Learned:
         for name in ("fitted", "held_out"):
             for part, value in vars(getattr(self, name)).items():
                 arrays[f"{name}/{part}"] = value
+        if self.references:
+            arrays["references"] = np.stack(self.references)
         for number, sample in enumerate(self.samples):
             arrays |= {f"sample/{number}/{part}": value for part, value in sample.items()}
         save(path, key, arrays)
@@ -273,6 +289,7 @@ class _Learned:
                 sums.append(Sums(**{**parts, "count": int(parts["count"])}))
             summed = {name: arrays[name] for name in SUMMED}
             samples: dict[int, dict[str, np.ndarray]] = {}
+            references = list(arrays["references"])
             for name, value in arrays.items():
                 if name.startswith("sample/"):
                     _, number, part = name.split("/")
@@ -281,7 +298,8 @@ class _Learned:
             return None
         fitted, held_out = sums
         every = list(samples.values())
-        return cls(fitted, held_out, **summed, samples=every, done=int(arrays["done"]))
+        done = int(arrays["done"])
+        return cls(fitted, held_out, **summed, samples=every, references=references, done=done)
 
 
 def claim_levels() -> Float[np.ndarray, " Q"]:
@@ -342,6 +360,8 @@ def _fitted(
     flat = np.concatenate([x.ravel() for x in found])
     table = claim_table(share, flat, settings.claim_share)
     tokens = learned.fitted.count + learned.held_out.count
+    references = np.concatenate(learned.references, axis=1)
+    some = np.linspace(0, references.shape[1] - 1, settings.references).astype(int)
     arrays = {
         WEIGHT: weight,
         EXTRA: np.concatenate([extra, np.full_like(extra[..., :1], settings.tokens - 1)], axis=-1),
@@ -349,6 +369,7 @@ def _fitted(
         HEAD_BUDGET: (learned.scores / tokens).astype(np.float32),
         QUERY_CENTRE: (learned.query / tokens).astype(np.float32),
         QUERY_SIZE: (learned.query_size / tokens).astype(np.float32),
+        REFERENCE_QUERY: references[:, some].astype(np.float16),
     }
     fit = Calibration(arrays, own_hash, recipe)
     return Fit(fit, good, ranks, divergence, learned.done, tokens)

@@ -40,6 +40,8 @@ class Lesson:
     """Queries before RoPE, summed over the text but its first tokens."""
     query_size: Float[Array, "L Hr half"]
     """Norms of their pairs, summed likewise."""
+    reference: Float[Array, "L n Hr d"]
+    """Those of n tokens."""
 
 
 def lesson(
@@ -51,6 +53,7 @@ def lesson(
     length: Int32[Array, ""],
     again: Int32[Array, " C"],
     again_length: Int32[Array, ""],
+    chosen: Int32[Array, " n"],
 ) -> Lesson:
     """One text of a calibration.
 
@@ -63,6 +66,7 @@ def lesson(
         length: its tokens.
         again: the request to repeat it and the text, padded at the end.
         again_length: its tokens.
+        chosen: positions of the text whose queries are wanted.
     """
 
     position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
@@ -70,7 +74,7 @@ def lesson(
 
     def queries_of(q):
         q = jnp.where(counts, turned_back(q, position, frequency), 0)
-        return jnp.sum(q, axis=0), jnp.sum(sizes(q), axis=0)
+        return jnp.sum(q, axis=0), jnp.sum(sizes(q), axis=0), q[chosen]
 
     def claim_of(part):
         layer, q, k = part

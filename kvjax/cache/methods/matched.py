@@ -1,0 +1,127 @@
+"""Attention matching: what stays is changed so that it is read as all of it was.
+
+A head that gives up KVs loses twice: what they said, and their weight in the softmax, so that what
+comes later is read too much. Zweiger, Guo, Fu and Kim (Fast KV Compaction via Attention Matching,
+arXiv 2602.16284, 2026) give the KVs that stay a bias each and new values, both by least squares
+over reference queries, so that mass and output of each head's attention stay what they were. Their
+queries come of a second pass over the context, their bias is added to the logits.
+
+Here the queries are a model's own, written down once (`kvjax calibrate`) and turned to the
+positions that come next, so it costs no pass; and the mass is given back by one vector per head
+that is added to all keys, the ridge regression of the mass that lacks on the query, so attention
+runs as ever. Values as theirs, drawn to what they were.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from kvjax.cache.policy.checks import check_numbers, check_wholes
+from kvjax.cache.policy.merge import Merger
+from kvjax.cache.policy.method import Method
+from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned
+from kvjax.cache.policy.score import Artefacts
+from kvjax.errors import UserError
+
+REFERENCE_QUERY = "reference_query"
+"""Calibrated array [L, n, Hr, d]: queries before RoPE of n tokens of the calibration's texts."""
+MOST_MASS = 4.0
+"""Most that a query may lack, in logarithmic units: it would count for all that it was moved by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMatched(Merger):
+    """Keys moved by one vector per head, and values refitted."""
+
+    ahead: int = 256
+    """Positions behind the sequence over which the queries are spread."""
+    turns: int = 2
+    """Of these, how many each query is turned to."""
+    stiffness: float = 0.01
+    """Ridge of the keys' vector, times the mean square of a query's entry."""
+    drawn_back: float = 1.0
+    """Ridge of the values' change, times the mean Σ of a query's squared weights."""
+
+    artefacts: ClassVar[tuple[str, ...]] = (ROPE_FREQUENCY, REFERENCE_QUERY)
+
+    def __post_init__(self):
+        check_wholes(self, 1, 2**20, "ahead", "turns")
+        check_numbers(self, 1e-6, 1e6, "stiffness", "drawn_back")
+
+    def fold(
+        self,
+        k: Float[Array, "H T d"],
+        v: Float[Array, "H T d"],
+        position: Int32[Array, "H T"],
+        score: Float[Array, "H T"],
+        dropped: Bool[Array, "H T"],
+        kept: Bool[Array, "H T"],
+        seq_len: Int32[Array, ""],
+        artefacts: Artefacts,
+    ) -> tuple[Float[Array, "H T d"], Float[Array, "H T d"]]:
+        q = artefacts[REFERENCE_QUERY].astype(jnp.float32)
+        d = q.shape[-1]
+        q = jnp.tile(q, (self.turns, 1, 1))
+        step = jnp.arange(len(q), dtype=jnp.int32) * self.ahead // len(q)
+        angle = ((seq_len + step).astype(jnp.float32)[:, None] * artefacts[ROPE_FREQUENCY])[:, None]
+        q = turned(q, jnp.cos(angle), jnp.sin(angle)) * d**-0.5
+        q = jnp.moveaxis(q.reshape(len(q), k.shape[0], -1, d), 0, 1).reshape(k.shape[0], -1, d)
+        # What is left of a difference has to be right: no products in fewer bits.
+        with jax.default_matmul_precision("highest"):
+            return jax.vmap(self._matched)(q, k, v, dropped, kept)
+
+    def _matched(
+        self,
+        q: Float[Array, "Q d"],
+        k: Float[Array, "T d"],
+        v: Float[Array, "T d"],
+        dropped: Bool[Array, " T"],
+        kept: Bool[Array, " T"],
+    ) -> tuple[Float[Array, "T d"], Float[Array, "T d"]]:
+        """Keys and values of one head, by queries that are scaled by 1/√d."""
+        old = k.astype(jnp.float32), v.astype(jnp.float32)
+        logit = q @ old[0].T
+        held = jnp.where(dropped | kept, logit, -1e30)
+        weight = jnp.exp(held - jnp.max(held, axis=-1, keepdims=True))
+        stays = jnp.where(kept, weight, 0)
+        # Of what a query hardly looks at nothing may be left in float32, which tells it nothing.
+        mass, left = (jnp.maximum(jnp.sum(x, axis=-1), 1e-30) for x in (weight, stays))
+        lacks = jnp.clip(jnp.log(mass / left), 0, MOST_MASS)
+        gram = q.T @ q
+        ridge = self.stiffness * jnp.trace(gram) / q.shape[-1]
+        moved = _solved(gram, ridge, q.T @ lacks)
+
+        weight, stays = weight / mass[:, None], stays / left[:, None]
+        missing = (weight - stays) @ old[1]
+        gram = stays @ stays.T
+        ridge = self.drawn_back * jnp.trace(gram) / q.shape[0]
+        change = stays.T @ _solved(gram, ridge, missing)
+        given = kept[:, None] & jnp.any(dropped)
+        new = old[0] + moved, old[1] + change
+        k = jnp.where(given, new[0].astype(k.dtype), k)
+        return k, jnp.where(given, new[1].astype(v.dtype), v)
+
+
+def _solved(
+    gram: Float[Array, "n n"], ridge: Float[Array, ""], right: Float[Array, "n *m"]
+) -> Float[Array, "n *m"]:
+    """x of (gram + ridge · 1) x = right; gram is positive semidefinite."""
+    # A head that weighs nothing at all: nothing to solve, and no 0 / 0.
+    whole = gram + jnp.maximum(ridge, 1e-20) * jnp.eye(gram.shape[0])
+    return jax.scipy.linalg.solve(whole, right, assume_a="pos")
+
+
+def matched(base: Method, name: str) -> Method:
+    """`base`, with what stays fitted to attention as it was.
+
+    Raises:
+        UserError: the base never evicts, or folds what goes by a rule of its own.
+    """
+    if not base.compresses or base.merger is not None:
+        raise UserError(f"base {base.name}: wanted one that evicts, and folds nothing by itself")
+    summary = f"{base.summary}; what stays is fitted to attention as it was"
+    merger = AttentionMatched()
+    return dataclasses.replace(base, name=name, summary=summary, merger=merger, evidence="own")
