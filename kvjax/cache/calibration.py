@@ -15,6 +15,8 @@ from kvjax.checks import shown
 from kvjax.errors import UserError
 
 FORMAT = "kvjax-calibration-1"
+HEAD_LOAD = "head_load"
+"""[L, H]: how many KVs each head keeps, beside the others. Heads are dealt to devices by it."""
 
 
 @dataclasses.dataclass(frozen=True)

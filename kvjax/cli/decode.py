@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.cli.command import check_output_file
 from kvjax.cli.models import (
     add_calibration_option,
+    add_devices_option,
     add_model_options,
     check_model_options,
     chosen_calibration,
@@ -91,6 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="longer prompts run in chunks, compressed in between (%(default)s tokens)",
     )
     cache.add_argument("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
+    add_devices_option(cache)
     cache.add_argument(
         "--compress-every", type=int, metavar="N", help="compress after every N generated tokens"
     )
@@ -362,6 +364,7 @@ def sizes_of(options: argparse.Namespace, max_len: int | None = None) -> EngineC
         prefill_chunk=chunk,
         prefill_scratch=chunk,
         pool_tokens=options.pool_tokens,
+        tensor_parallel=options.tensor_parallel,
     )
 
 

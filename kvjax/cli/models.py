@@ -49,6 +49,17 @@ def add_model_options(
     )
 
 
+def add_devices_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that says how many devices the model runs on."""
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share the model and its cache, by KV heads (%(default)s)",
+    )
+
+
 def add_calibration_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the option that `chosen_calibration` reads."""
     parser.add_argument(
@@ -149,6 +160,11 @@ def load_chosen_model(
     from kvjax.models import load_model
 
     startup.started()
+    if getattr(options, "tensor_parallel", 1) > 1:
+        from kvjax.engine.parallel import check_there
+
+        # Before anything slow.
+        check_there(options.tensor_parallel)
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = load_model(
         options.model,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.models import (
     add_calibration_option,
+    add_devices_option,
     add_model_options,
     check_model_options,
     chosen_calibration,
@@ -81,6 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--decode-steps-per-sync", type=int, default=8, help="(%(default)s)")
     sizes.add_argument("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
     sizes.add_argument("--memory-fraction", type=float, default=0.9, help="(%(default)s)")
+    add_devices_option(sizes)
 
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
@@ -163,6 +165,7 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
         methods=further_methods(options),
         share_prefix=options.share_prefix,
         retained_prefixes=options.retained_prefixes,
+        tensor_parallel=options.tensor_parallel,
     )
     return compression, config
 

@@ -1,6 +1,6 @@
 """Blocks as the host counts them: NumPy vectors with an entry per shard of the pool.
 
-A shard is a part of the pool with blocks and heads of its own (one today). A sequence has blocks in
+A shard is a device's part of the pool with blocks and heads of its own. A sequence has blocks in
 every shard, so there is room for it where every shard has room.
 """
 
@@ -12,9 +12,13 @@ import numpy as np
 class Accounts:
     """Free blocks, and what the sequence in each slot holds and will need, as last reported."""
 
-    def __init__(self, num_slots: int, num_blocks: Sequence[int]):
+    def __init__(
+        self, num_slots: int, num_blocks: Sequence[int], heads: Sequence[int] | None = None
+    ):
         self.num_blocks = np.asarray(num_blocks, np.int64)
         """Blocks of each shard [P]."""
+        self.heads = np.asarray([1] * len(self.num_blocks) if heads is None else heads, np.int64)
+        """KV heads of each shard, over all layers [P]; by default each has as many."""
         self.free = self.num_blocks.copy()
         """Blocks that nobody owns [P]."""
         self.owned = np.zeros((num_slots, len(self.num_blocks)), np.int64)
@@ -35,12 +39,15 @@ class Accounts:
         return int((self.num_blocks - self.free).sum())
 
     def spread(self, blocks: int) -> np.ndarray:
-        """Blocks of a sequence by shard [P], where each has as many heads as the others."""
-        shards = len(self.num_blocks)
-        return np.full(shards, -(-blocks // shards))
+        """Blocks of a sequence by shard [P], where its heads need as many each."""
+        return -(-blocks * self.heads // self.heads.sum())
+
+    def could_hold(self, blocks: int) -> bool:
+        """Whether a sequence of so many blocks had room if it were alone."""
+        return bool((self.num_blocks >= self.spread(blocks)).all())
 
     def by_shard(self, blocks: np.ndarray) -> np.ndarray:
-        """Blocks of each head [L, H] by shard [1, P]; each has as many heads, in order."""
+        """Blocks of each place for a head [L, H] by shard [1, P]; each has as many, in order."""
         rows = (len(blocks), len(self.num_blocks), -1)
         return blocks.reshape(rows).sum((0, 2))[None]
 
@@ -67,7 +74,7 @@ class Accounts:
         self.give_back(slot, self.owned[slot])
         self.growth[slot] = self.longest[slot] = 0
 
-    def emptied(self, slots: Sequence[int], free: int) -> None:
+    def emptied(self, slots: Sequence[int], free: np.ndarray | int) -> None:
         """Some slots are empty, and the device counts so many free blocks: fewer than these slots
         held, where others hold the same blocks."""
         self.owned[list(slots)] = 0

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.checks import shown
+from kvjax.engine.parallel import check_method as check_on_devices
 from kvjax.engine.prefixes import settings_of
 from kvjax.engine.prompts import Prompt, token_ids
 from kvjax.engine.repeat import check_fits, request_tokens
@@ -51,7 +52,7 @@ def checked_request(
     request.stats.rate = compression.reached_rate(len(tokens), llm.config.block_size)
     check_method(llm, request)
     needs = request.blocks_to_finish(llm.scheduler.chunk_in_pool(request))
-    if needs > llm.plan.num_blocks:
+    if not llm.scheduler.accounts.could_hold(needs):
         size = -(-needs // llm.plan.heads) * llm.config.block_size
         raise UserError(
             f"the request needs {needs} blocks and the pool has {llm.plan.num_blocks}: give "
@@ -63,6 +64,7 @@ def checked_request(
 def check_method(llm: "LLM", request: Request) -> None:
     """Raise `UserError` where the engine lacks what the method needs."""
     method = request.method
+    check_on_devices(method, llm.config.tensor_parallel)
     missing = [plane.name for plane in method.planes if plane.name not in llm.worker.planes]
     if missing:
         raise UserError(

@@ -109,6 +109,15 @@ class CompiledSteps:
         self.seconds[call.key] = time.perf_counter() - start
 
 
+def sizes_upto(most: int, first: int, factor: int) -> tuple[int, ...]:
+    """first, first · factor, … below `most`, and `most` itself."""
+    found = []
+    while first < most:
+        found.append(first)
+        first *= factor
+    return (*found, most)
+
+
 def enable_compilation_cache() -> None:
     """Keep compiled programs below `user_cache_dir()`, unless JAX_COMPILATION_CACHE_DIR is set.
 

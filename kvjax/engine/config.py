@@ -46,6 +46,8 @@ class EngineConfig:
     share_grain: int = 128
     """A prompt that may be shared is compressed once at a multiple of so many tokens, so many
     before its end at least, and what is left there is retained."""
+    tensor_parallel: int = 1
+    """Devices that the model and its cache are split over, by KV heads."""
     methods: tuple[str | Method, ...] = ()
     """Methods that requests may bring beside the engine's own, where these keep further numbers
     per KV: the pool has room only for those that are asked for."""
@@ -63,6 +65,7 @@ class EngineConfig:
             "max_waiting": (1, INT32_MAX),
             "retained_prefixes": (0, 2**16),
             "share_grain": (1, INT32_MAX),
+            "tensor_parallel": (1, 2**16),
         }
         if self.share_prefix not in ("never", "auto", "always"):
             raise UserError(
@@ -85,6 +88,11 @@ class EngineConfig:
             raise UserError(
                 f"prefill_scratch {self.prefill_scratch}: give at least {self.prefill_chunk}, "
                 "one prefill_chunk"
+            )
+        if self.sharing and self.tensor_parallel > 1:
+            raise UserError(
+                f"share_prefix {self.share_prefix!r} with tensor_parallel {self.tensor_parallel}: "
+                "prefixes are shared on one device only; give share_prefix='never'"
             )
         if self.pool_tokens is not None and self.pool_bytes is not None:
             raise UserError(

@@ -63,9 +63,9 @@ class Engine:
         clock: Callable[[], float],
     ):
         self.config, self.worker, self.tokenizer, self.clock = config, worker, tokenizer, clock
-        num_blocks = worker.cache.num_blocks
-        self.scheduler = Scheduler(config, [num_blocks])
-        self.metrics = EngineMetrics(num_blocks)
+        shards = [worker.shard_blocks] * worker.num_shards
+        self.scheduler = Scheduler(config, shards, worker.shard_heads)
+        self.metrics = EngineMetrics(sum(shards))
         self.intake, self.owner = Intake(config.max_waiting), Owner()
         self.keeper = Keeper(config, worker, self.scheduler)
         self.outbox = Outbox(self.intake, self.metrics, clock)
@@ -307,7 +307,7 @@ class Engine:
             held = np.asarray(self.worker.cache.context_len[job.request.slot])
         free, fitted = self.worker.free_blocks(), bool(job.fits)
         # A chunk is in the pool whole before it is compressed.
-        self.metrics.note_free(free)
+        self.metrics.note_free(int(free.sum()))
         self.scheduler.note_chunk(held, free, fitted)
         if not fitted:
             job.done -= size
@@ -361,10 +361,10 @@ class Engine:
                     most,
                     int(longest[slots].max()),
                 )
-                for request, blocks in zip(group, np.asarray(freed).tolist()):
+                for request, blocks in zip(group, np.asarray(freed).reshape(len(freed), -1)):
                     self.scheduler.note_compressed(request, blocks)
-                    request.stats.blocks_evicted_decoding += blocks
-                    total += blocks
+                    request.stats.blocks_evicted_decoding += int(blocks.sum())
+                    total += int(blocks.sum())
         if self.config.sharing:
             # What others hold too is not free, and what they hold was copied.
             self.scheduler.accounts.free[:] = self.worker.free_blocks()
@@ -436,7 +436,7 @@ class Engine:
         if stats.first_token is None:
             stats.first_token = now
             stats.blocks_before = request.blocks_whole(len(request.prompt))
-            kept = np.asarray(started.kept)
+            kept = self.worker.by_head(started.kept)
             stats.blocks_after = int((-(-kept // self.config.block_size)).sum())
             stats.kept, stats.shortfall = kept, int(started.shortfall)
             stats.blocks_evicted_decoding = 0

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Codec, CompressionConfig, Method
-from kvjax.cache.calibration import Calibration
+from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
 from kvjax.engine import retaining
@@ -25,6 +25,7 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.needs import needs_of, sharing
+from kvjax.engine.parallel import Parallel
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import request_tokens
@@ -96,18 +97,28 @@ class LLM:
         methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
         again = request_tokens(self.model.tokenizer) if any(m.repeats for m in methods) else ()
+        load = None if found is None else found.arrays.get(HEAD_LOAD)
+        parallel = Parallel.of(self.model.config, self.config.tensor_parallel, methods, load)
+        params = self.model.params if parallel is None else parallel.split(self.model.params)
         self.plan: MemoryPlan = plan_memory(
-            self.model, self.config, self.max_len, cache_dtype, tuple(planes), len(again)
+            self.model if parallel is None else dataclasses.replace(self.model, params=params),
+            self.config,
+            self.max_len,
+            cache_dtype,
+            tuple(planes),
+            len(again),
+            None if parallel is None else parallel.dealing,
         )
         self.worker = Worker(
             self.model.config,
-            self.model.params,
+            params,
             self.config,
             spec=self.plan.spec,
             num_blocks=self.plan.num_blocks,
             max_len=self.max_len,
             eos_ids=sorted(self.model.tokenizer.eos_ids),
             artefacts={n: jnp.asarray(x) for n, x in found.arrays.items()} if found else None,
+            parallel=parallel,
         )
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.recovery = Recovery(self.engine)

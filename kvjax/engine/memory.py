@@ -1,6 +1,7 @@
 """What goes where in a device's memory, decided before anything runs."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from kvjax.engine.decode import init_slots
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
+from kvjax.models.parallel import Dealing
 
 CPU_FRACTION = 0.5
 """Share of the free memory that an engine takes where the device is the host itself."""
@@ -21,7 +23,7 @@ CPU_FRACTION = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of everything that lives on the device, and the pool that fits beside it."""
+    """Bytes of everything that lives on a device, and the pool that fits beside it."""
 
     weights: int
     pool: int
@@ -34,7 +36,10 @@ class MemoryPlan:
     """Activations of the largest step, as an estimate."""
     limit: int
     num_blocks: int
+    """Of the pool, over all devices."""
     spec: CacheSpec
+    devices: int = 1
+    """How many hold the model and the pool together; bytes are those of one of them."""
 
     @property
     def total(self) -> int:
@@ -66,6 +71,7 @@ def plan_memory(
     cache_dtype: Codec | jax.typing.DTypeLike | None = None,
     planes: Sequence[Plane] = (),
     asked_again: int = 0,
+    dealing: Dealing | None = None,
 ) -> MemoryPlan:
     """The pool that fits beside everything else.
 
@@ -78,15 +84,20 @@ def plan_memory(
         planes: further numbers per KV that the pool has room for.
         asked_again: tokens of the request to repeat a prompt, where a method has it repeated: they
             run before a chunk of it, behind the whole prompt.
+        dealing: how the model's heads are dealt to several devices, if they are.
 
     Raises:
         UserError: it does not fit, with the numbers; no codec stores that dtype.
     """
     shape, slots, rows = model.config, config.max_batch, config.num_rows
     leaves = jax.tree.leaves(model.params)
-    weights = sum(leaf.nbytes for leaf in leaves)
+    weights = sum(_bytes_on_a_device(leaf) for leaf in leaves)
     codec = as_codec(cache_dtype, leaves[0].dtype)
-    spec = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
+    whole = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
+    spec, devices, heads, mlp = whole, 1, whole.heads, shape.intermediate_size
+    if dealing is not None:
+        spec, devices = dataclasses.replace(whole, num_kv_heads=dealing.places), dealing.devices
+        heads, mlp = int(dealing.heads_of_devices.max()), -(-mlp // devices)
     scratch_tokens = min(config.prefill_scratch, max_len)
     chunk = min(config.prefill_chunk, max_len) + asked_again
     scratch = spec.scratch_bytes(scratch_tokens + chunk)
@@ -98,25 +109,27 @@ def plan_memory(
     # attention over the scratch; a gathered copy of the tables of those that take part.
     workspace = (
         slots * shape.vocab_size * 4 * 3
-        + chunk * (4 * shape.hidden_size + 3 * shape.intermediate_size) * leaves[0].dtype.itemsize
+        + chunk * (4 * shape.hidden_size + 3 * mlp) * leaves[0].dtype.itemsize
         + spec.attention_bytes(scratch_tokens)
         + tables
     )
     if asked_again:
         # What some of a repetition's queries pay every key of the prompt.
-        workspace += AT_ONCE * shape.num_heads * scratch_tokens * 4
-    limit = _limit(config, weights)
+        workspace += AT_ONCE * spec.num_kv_heads * shape.group_size * scratch_tokens * 4
+    limit = _limit(config, weights, devices)
     fixed = weights + scratch + tables + workspace
     if config.pool_tokens is not None:
-        blocks = spec.heads * spec.blocks_per_head(config.pool_tokens)
+        blocks = heads * spec.blocks_per_head(config.pool_tokens)
     elif config.pool_bytes is not None:
-        blocks = config.pool_bytes // spec.block_bytes
+        blocks = config.pool_bytes // devices // spec.block_bytes
     else:
-        most = rows * spec.heads * width
+        most = rows * heads * width
         blocks = min(most, max(0, limit - fixed) // spec.block_bytes, INT32_MAX)
     pool = spec.pool_bytes(blocks, config.sharing)
-    plan = MemoryPlan(weights, pool, tables, scratch, workspace, limit, blocks, spec)
-    if plan.total > limit or not plan.heads <= blocks <= INT32_MAX:
+    plan = MemoryPlan(
+        weights, pool, tables, scratch, workspace, limit, blocks * devices, whole, devices
+    )
+    if plan.total > limit or not heads <= blocks <= INT32_MAX:
         raise UserError(
             f"this does not fit: {plan}; give a smaller pool, max_batch {slots}, max_len {max_len} "
             f"or prefill_scratch {config.prefill_scratch}"
@@ -156,12 +169,17 @@ def pool_tokens_for(
     return min(whole, -(-budget // heads) + -(-growth // b) + 1) * b
 
 
-def _limit(config: EngineConfig, weights: int) -> int:
-    """Bytes that an engine may take, weights that are there already included."""
+def _bytes_on_a_device(leaf: jax.Array) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _limit(config: EngineConfig, weights: int, devices: int) -> int:
+    """Bytes that an engine may take of a device, weights that are there already included."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * config.memory_fraction)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + weights
+    # Devices of a CPU share its memory.
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices + weights
     sized = config.pool_tokens is not None or config.pool_bytes is not None
     return int(available * (config.memory_fraction if sized else CPU_FRACTION))
 

@@ -18,7 +18,7 @@ from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.job import PromptJob
 from kvjax.engine.prefixes import Plan, Prefix, Prefixes
 from kvjax.engine.request import Request
-from kvjax.engine.worker import FITS, Worker, num_top
+from kvjax.engine.worker import Worker, num_top
 
 
 class Need(NamedTuple):
@@ -54,7 +54,8 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
         yield _need(worker.chunk_call(rest))
         logits = functools.partial(_logits, worker, rest)
     key = worker.start_call(request, outside, None, None, top).key
-    yield Need(key, lambda: of_shapes(worker.start_call(request, outside, logits(), FITS, top)))
+    fits = worker.fits
+    yield Need(key, lambda: of_shapes(worker.start_call(request, outside, logits(), fits, top)))
     yield _need(worker.decode_call([outside], 1, request.method.decode, top))
     if request.budget is not None:
         longest, most = request.length + request.remaining, request.compression.max_kvs_per_step
@@ -124,7 +125,7 @@ def _in_scratch(worker: Worker, request: Request, job: PromptJob) -> Iterator[Ne
 def _chunk(worker: Worker, job: PromptJob) -> StepCall:
     """The call of a job's chunks, with the shapes of what is there of its prompt."""
     if not job.in_pool and len(job.chunks) > 1:
-        job = dataclasses.replace(job, prompt=jax.eval_shape(lambda: worker.scratch(job)))
+        job = dataclasses.replace(job, prompt=jax.eval_shape(worker.scratch_maker(job)))
     return worker.chunk_call(job)
 
 

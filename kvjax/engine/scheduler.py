@@ -62,9 +62,14 @@ class Job(Protocol):
 class Scheduler:
     """Queues of requests, free slots, and the accounts of blocks."""
 
-    def __init__(self, config: EngineConfig, num_blocks: Sequence[int]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: Sequence[int],
+        heads: Sequence[int] | None = None,
+    ):
         self._config = config
-        self._num_blocks = tuple(num_blocks)
+        self._num_blocks, self._heads = tuple(num_blocks), heads
         self.waiting: list[Request] = []
         """In the order they came."""
         self.prefilling: Request | None = None
@@ -82,7 +87,7 @@ class Scheduler:
         self.waiting, self.prefilling, self.running = waiting, None, []
         self.job: Job | None = None
         """How far the prefilling request is; None before it has begun."""
-        self.accounts = Accounts(self._config.num_rows, self._num_blocks)
+        self.accounts = Accounts(self._config.num_rows, self._num_blocks, self._heads)
         self._slots = list(range(self._config.max_batch))
         rows = range(self._config.max_batch, self._config.num_rows)
         self.prefixes = Prefixes(rows, self._config.share_grain)
@@ -110,12 +115,12 @@ class Scheduler:
         """A request has ended: the next decisions remove it."""
         self._ended.append(request)
 
-    def note_chunk(self, held: np.ndarray, free: int, fitted: bool) -> None:
+    def note_chunk(self, held: np.ndarray, free: np.ndarray | int, fitted: bool) -> None:
         """What became of a chunk in the pool.
 
         Args:
             held: KVs of each head of its slot, [L, H].
-            free: blocks that nobody owns.
+            free: blocks that nobody owns, of each shard.
             fitted: whether it is there; if not, it runs again.
         """
         owned = self.accounts.by_shard(-(-held // self._config.block_size))
@@ -123,17 +128,17 @@ class Scheduler:
         self.accounts.free[:] = free
         self._chunk_fitted = fitted
 
-    def note_compressed(self, request: Request, blocks: int) -> None:
-        """A request was compressed and gave back so many blocks."""
+    def note_compressed(self, request: Request, blocks: np.ndarray | int) -> None:
+        """A request was compressed and gave back so many blocks, of each shard."""
         self.accounts.give_back(_slot_of(request), blocks)
         request.since_compression = 0
 
-    def note_unplaced(self, free: int) -> None:
+    def note_unplaced(self, free: np.ndarray | int) -> None:
         """What was to be retained found no room; it comes again."""
         self.accounts.free[:] = free
         self._chunk_fitted = False
 
-    def note_forgotten(self, prefix: Prefix, free: int) -> None:
+    def note_forgotten(self, prefix: Prefix, free: np.ndarray | int) -> None:
         """A prefix was given up; so many blocks are free now."""
         self.prefixes.remove(prefix)
         self.accounts.free[:] = free
@@ -318,7 +323,7 @@ class Scheduler:
         if plan is None or not request.fits_at(plan.until):
             return None
         # With its chunks in the pool it needs more blocks than without.
-        return plan if self._needed(request) <= sum(self._num_blocks) else None
+        return plan if self.accounts.could_hold(self._needed(request)) else None
 
     def _give_way(self) -> Iterator[Decision]:
         """Retained prefixes go until there is room for the prompt that is next to begin or to go

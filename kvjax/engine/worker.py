@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,53 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.cache import CacheSpec, PagedCache, free_blocks, init_cache, share
+from kvjax.cache import CacheSpec, PagedCache, init_cache
 from kvjax.cache.policy import DecodeRule, Method, Observer, Scores
-from kvjax.cache.store import restored
-from kvjax.engine import decode, insert, prefill, reclaim, repeat
-from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
+from kvjax.engine import decode, prefill, repeat
+from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport, Start
 from kvjax.engine.interrupts import released
 from kvjax.engine.job import PromptJob
+from kvjax.engine.parallel import Parallel
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
+from kvjax.engine.steps import ON_ONE_DEVICE
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import rope_artefacts
-
-# Engines of equal sizes share what is compiled here.
-_PREFILL = jax.jit(prefill.prefill, static_argnums=(0, 1))
-_IN_SCRATCH = jax.jit(prefill.prefill_in_scratch, static_argnums=(0, 1), donate_argnums=4)
-_IN_POOL = jax.jit(prefill.prefill_in_pool, static_argnums=(0, 1), donate_argnums=4)
-_REPEAT = jax.jit(repeat.repeat_again, static_argnums=(0, 1))
-_START = jax.jit(insert.start, static_argnums=0, donate_argnums=2)
-_PLACE = jax.jit(insert.place, donate_argnums=2)
-_SHARE = jax.jit(share, donate_argnums=0)
-_RESTORE = jax.jit(restored, donate_argnums=0)
-_DECODE = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
-_COMPRESS = jax.jit(reclaim.compress_slots, static_argnums=(0, 1), donate_argnums=4)
-_EMPTY = jax.jit(reclaim.empty, donate_argnums=(0, 1))
-_POSITIONS = jax.jit(
-    lambda position, table: (
-        position.at[table].get(mode="fill", fill_value=-1).reshape(*table.shape[:2], -1)
-    )
-)
 
 GRAIN = 128
 """Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
 NO_BUDGET = 2**31 - 1  # blocks to keep where nothing is to be evicted
-FITS = jax.ShapeDtypeStruct((), bool)
-"""Whether there was room, before it is known."""
-
-
-def sizes_upto(most: int, first: int, factor: int) -> tuple[int, ...]:
-    """first, first · factor, … below `most`, and `most` itself."""
-    found = []
-    while first < most:
-        found.append(first)
-        first *= factor
-    return (*found, most)
 
 
 class Worker:
@@ -79,8 +51,10 @@ class Worker:
         max_len: int,
         eos_ids: Sequence[int] = (),
         artefacts: Mapping[str, jax.Array] | None = None,
+        parallel: Parallel | None = None,
     ):
-        self.model, self.params, self.config = model, params, config
+        self.model, self.params, self.config, self.parallel = model, params, config, parallel
+        self._steps = ON_ONE_DEVICE if parallel is None else parallel.steps(params)
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
         self.artefacts = {**(artefacts or {}), **rope_artefacts(model)}
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
@@ -89,21 +63,31 @@ class Worker:
         self._repeat_artefacts: dict[str, jax.Array] = {}
         self.planes = tuple(plane.name for plane in spec.planes)
         self.compiled = CompiledSteps()
+        num_heads, new, self.shard_heads = spec.num_kv_heads, init_cache, [spec.heads]
+        """KV heads of each device, over all layers."""
+        if parallel is not None:
+            num_heads, new = parallel.dealing.places, parallel.new_cache
+            self.shard_heads = parallel.dealing.heads_of_devices.tolist()
+            self.eos_ids = parallel.same(self.eos_ids)
+            self.artefacts = parallel.artefacts(self.artefacts)
+        self.num_shards = len(self.shard_heads)
+        self.shard_blocks = num_blocks // self.num_shards
+        """Blocks of each device."""
         self._new_cache = functools.partial(
-            init_cache,
+            new,
             num_slots=config.num_rows,
             num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
+            num_kv_heads=num_heads,
             head_dim=spec.head_dim,
-            num_blocks=num_blocks,
+            num_blocks=self.shard_blocks,
             max_blocks_per_head=spec.blocks_per_head(max_len),
             block_size=spec.block_size,
             codec=spec.codec,
             planes=spec.planes,
             sharing=config.sharing,
         )
-        self.cache: PagedCache = self._new_cache()
-        self.state = decode.init_slots(config.num_rows)
+        self.cache: PagedCache
+        self.cache, self.state = self._new_cache(), self._new_state()
         slots, width = config.max_batch, self.cache.max_blocks
         if jax.default_backend() == "cpu":
             self.decode_sizes = sizes_upto(slots, 1, 2)
@@ -121,7 +105,20 @@ class Worker:
         """An empty cache and no running sequence; what compiled steps there are stay."""
         # Never two pools at once.
         self.cache = self.state = None  # type: ignore[assignment]
-        self.cache, self.state = self._new_cache(), decode.init_slots(self.config.num_rows)
+        self.cache, self.state = self._new_cache(), self._new_state()
+
+    def _new_state(self) -> decode.SlotState:
+        state = decode.init_slots(self.config.num_rows)
+        return state if self.parallel is None else self.parallel.same(state)
+
+    def _call(self, key: StepKey, args: tuple[Any, ...]) -> StepCall:
+        return StepCall(key, self._steps[key.step], args)
+
+    @property
+    def fits(self) -> jax.ShapeDtypeStruct:
+        """Whether there was room, before it is known."""
+        where = None if self.parallel is None else self.parallel.everywhere
+        return jax.ShapeDtypeStruct((), bool, sharding=where)
 
     def alive(self) -> bool:
         """Whether cache and slot states are still there: an error or an interruption in the middle
@@ -138,17 +135,22 @@ class Worker:
         """Seconds of compilation so far."""
         return self.compiled.waited
 
-    def free_blocks(self) -> int:
-        """Blocks of the pool that nobody owns (waits for the device)."""
-        return int(free_blocks(self.cache))
+    def free_blocks(self) -> np.ndarray:
+        """Blocks of each device's pool that nobody owns (waits for the device)."""
+        return np.asarray(jnp.sum(self.cache.free.reshape(self.num_shards, -1), axis=1))
+
+    def by_head(self, x: Any) -> np.ndarray:
+        """What lies by place [L, places, …] on the devices, by the model's heads [L, H, …]."""
+        x = np.asarray(x)
+        return x if self.parallel is None else self.parallel.dealing.by_head(x)
 
     def kept_tokens(self, slot: int, length: int) -> np.ndarray:
         """Which of its first `length` tokens each head of a slot holds, bool [L, H, length]
         (waits for the device)."""
         table = np.asarray(self.cache.block_table[slot])
-        owned = int((table < self.cache.num_blocks).sum(-1).max())
-        positions = np.asarray(self.compiled.run(self.kept_call(table, owned)))
-        kept = np.zeros((*table.shape[:-1], length), bool)
+        owned = int((table < self.shard_blocks).sum(-1).max())
+        positions = self.by_head(self.compiled.run(self.kept_call(table, owned)))
+        kept = np.zeros((*positions.shape[:-1], length), bool)
         held = (positions >= 0) & (positions < length)
         layer, head = np.nonzero(held)[:2]
         kept[layer, head, positions[held]] = True
@@ -160,7 +162,7 @@ class Worker:
         widths = sizes_upto(self.cache.max_blocks, 1, 2)
         width = self.compiled.fitting(owned, widths, lambda n: StepKey("kept", sizes=(n,)))
         args = (self.cache.position, table[..., :width])
-        return StepCall(StepKey("kept", sizes=(width,)), _POSITIONS, args)
+        return self._call(StepKey("kept", sizes=(width,)), args)
 
     def begin(self, request: Request) -> PromptJob:
         """A job for a request's prompt, or for all its tokens after a preemption.
@@ -229,7 +231,7 @@ class Worker:
             del job.repetitions[0]
             return
         if not job.in_pool and len(job.chunks) > 1 and job.prompt is None:
-            job.prompt = self.scratch(job)
+            job.prompt = self.scratch_maker(job)()
         size, call = job.next_chunk, self.chunk_call(job)
         if job.in_pool:
             self.cache, job.logits, job.fits = self.compiled.run(call)
@@ -245,11 +247,13 @@ class Worker:
         whole = len(job.chunks) == 1 and not job.in_pool
         return observer if whole else observer.without_query_heads
 
-    def scratch(self, job: PromptJob) -> prefill.PromptKV:
-        """Room for all chunks of a job."""
+    def scratch_maker(self, job: PromptJob) -> Callable[[], prefill.PromptKV]:
+        """What makes room for all chunks of a job."""
         room = len(job.chunks) * self.bucket(job.chunks)
         dtype = jax.tree.leaves(self.params)[0].dtype
-        return prefill.empty_prompt(self.model, self._observer(job), room, dtype)
+        if self.parallel is not None:
+            return self.parallel.prompt_maker(self._observer(job), room, dtype)
+        return functools.partial(prefill.empty_prompt, self.model, self._observer(job), room, dtype)
 
     def chunk_call(self, job: PromptJob) -> StepCall:
         """The next chunk of a job."""
@@ -261,12 +265,12 @@ class Worker:
         if job.in_pool:
             key = StepKey("prefill in pool", observer, (bucket,))
             slot = np.int32(job.request.slot or 0)
-            return StepCall(key, _IN_POOL, (*common, self.cache, slot, tokens, length))
+            return self._call(key, (*common, self.cache, slot, tokens, length))
         if len(job.chunks) == 1:
             key = StepKey("prefill", observer, (bucket,))
-            return StepCall(key, _PREFILL, (*common, tokens, length))
+            return self._call(key, (*common, tokens, length))
         key = StepKey("prefill in scratch", observer, (bucket, len(job.chunks) * bucket))
-        return StepCall(key, _IN_SCRATCH, (*common, job.prompt, tokens, length))
+        return self._call(key, (*common, job.prompt, tokens, length))
 
     def repeat_call(self, job: PromptJob, prompt: Any) -> StepCall:
         scorer = repeat.scorer_behind(job.request.method.scorer, self.repeat_request)
@@ -278,7 +282,7 @@ class Worker:
         tokens[: len(part)] = part
         key = StepKey("repeat", scorer, (bucket, prompt.k.shape[1]))
         args = (self.model, scorer, self.params, artefacts, prompt, tokens, np.int32(len(part)))
-        return StepCall(key, _REPEAT, args)
+        return self._call(key, args)
 
     def _compile_ahead(self, job: PromptJob, chunk: StepCall) -> None:
         """Compile what comes after a chunk that is new together with it."""
@@ -290,7 +294,7 @@ class Worker:
         further = [self.repeat_call(job, prompt)] if job.repetitions else []
         if not job.retains:
             further.append(self.place_call(request, prompt, 0, request.budget))
-            further.append(self.start_call(request, 0, logits, FITS, top))
+            further.append(self.start_call(request, 0, logits, self.fits, top))
         # The longest first: they share the cores.
         self.compiled.compile(
             [
@@ -314,14 +318,14 @@ class Worker:
         key = StepKey("place", parts, (prompt.k.shape[1],))
         most = np.int32(NO_BUDGET if method is None or keep is None else keep)
         args = (method, self.artefacts, self.cache, prompt, most, np.int32(slot))
-        return StepCall(key, _PLACE, args)
+        return self._call(key, args)
 
     def share(self, source: int, target: int) -> None:
         """Let an empty row hold what another one holds."""
         self.cache, _ = self.compiled.run(self.share_call(source, target))
 
     def share_call(self, source: int, target: int) -> StepCall:
-        return StepCall(StepKey("share"), _SHARE, (self.cache, np.int32(source), np.int32(target)))
+        return self._call(StepKey("share"), (self.cache, np.int32(source), np.int32(target)))
 
     def restore(self, row: int, held: Mapping[str, np.ndarray]) -> bool:
         """Let an empty row hold what was saved. Returns whether there was room."""
@@ -330,7 +334,7 @@ class Worker:
 
     def restore_call(self, row: int, held: Mapping[str, np.ndarray]) -> StepCall:
         key = StepKey("restore", sizes=(len(held["metric"]),))
-        return StepCall(key, _RESTORE, (self.cache, np.int32(row), dict(held)))
+        return self._call(key, (self.cache, np.int32(row), dict(held)))
 
     def insert(self, job: PromptJob, slot: int, num_top: int | None) -> InsertReport:
         """Put what a finished job keeps into an empty slot, and let it decode."""
@@ -348,7 +352,7 @@ class Worker:
     ) -> StepCall:
         new = self._start(request, slot, logits)
         args = (num_top, self.cache, self.state, new, self.eos_ids, fits)
-        return StepCall(StepKey("start", num_top=num_top), _START, args)
+        return self._call(StepKey("start", num_top=num_top), args)
 
     def _start(self, request: Request, slot: int, logits: Any) -> Start:
         return Start(
@@ -393,7 +397,7 @@ class Worker:
             self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
             self._padded(slots, key.sizes[0]), most, self.eos_ids, self.artefacts,
         )  # fmt: skip
-        return StepCall(key, _DECODE, args)
+        return self._call(key, args)
 
     def compress(
         self,
@@ -445,7 +449,7 @@ class Worker:
             most, columns, method, self.artefacts, self.cache, self._padded(slots, group),
             keeps, stay,
         )  # fmt: skip
-        return StepCall(key(columns, group), _COMPRESS, args)
+        return self._call(key(columns, group), args)
 
     def empty(self, slots: Sequence[int]) -> None:
         """Free everything that `slots` hold."""
@@ -454,7 +458,7 @@ class Worker:
     def empty_call(self, slots: Sequence[int]) -> StepCall:
         marked = np.zeros(self.config.num_rows, bool)
         marked[list(slots)] = True
-        return StepCall(StepKey("empty"), _EMPTY, (self.cache, self.state, marked))
+        return self._call(StepKey("empty"), (self.cache, self.state, marked))
 
     def warm_up(self, request: Request, num_top: int | None = None) -> None:
         """Compile every step that requests like this one need, by running each on nothing."""

@@ -140,6 +140,8 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
         (("--plot", "/no/such/folder/kept.png"), "no such folder"),
         (("--plot", "kept.nonsense"), "kept.nonsense"),
         (("--compress-every", "0"), "compress_every 0"),
+        (("--tensor-parallel", "0"), "tensor_parallel 0"),
+        (("--tensor-parallel", "2"), "this process has 1 of kind cpu; give at most 1"),
         (("--nonsense",), "--nonsense"),
     ],
 )

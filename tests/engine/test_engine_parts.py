@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
-from kvjax.engine.compilation import CompiledSteps, StepKey
+from kvjax.engine.compilation import CompiledSteps, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM, RateWarning
 from kvjax.engine.memory import plan_memory, pool_tokens_for
@@ -16,7 +16,6 @@ from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
-from kvjax.engine.worker import sizes_upto
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.tokenizer import ByteTokenizer

@@ -468,3 +468,17 @@ def test_heads_are_counted_by_their_shard():
     held = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
     assert accounts.by_shard(held).tolist() == [[1 + 2 + 5 + 6, 3 + 4 + 7 + 8]]
     assert accounts.spread(7).tolist() == [4, 4]
+
+
+def test_shards_with_more_heads_take_more_of_a_sequence():
+    accounts = Accounts(2, [12, 12], [6, 3])
+    assert accounts.spread(18).tolist() == [12, 6]
+    assert accounts.could_hold(18)
+    assert not accounts.could_hold(19)
+    accounts.report([0], np.array([[3, 9]]), np.array([8]), np.array([[1, 0]]))
+    accounts.free[:] = [9, 3]
+    assert accounts.have(9)
+    assert not accounts.have(13)  # the first would have to give 9, and one is spoken for
+    accounts.give_back(0, np.array([2, 1]))
+    assert accounts.owned[0].tolist() == [1, 8]
+    assert accounts.free.tolist() == [11, 4]

@@ -48,6 +48,7 @@ class Compactor(Scorer):
     """Of the sketch."""
 
     artefacts: ClassVar[tuple[str, ...]] = (ROPE_FREQUENCY,)
+    across_heads: ClassVar[bool] = True
 
     def __post_init__(self):
         check_numbers(self, 0, float("inf"), "blend")

@@ -8,6 +8,7 @@ their files. `predicted_reads` is the like of it for models that one calibrates 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -18,6 +19,7 @@ from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.score import (
     Artefacts,
     DecodeRule,
+    HeadAxis,
     LayerView,
     Planes,
     Scorer,
@@ -78,6 +80,11 @@ class Surrogate(Scorer):
     """What a published surrogate says of each KV."""
 
     rule: GiveLinear = GiveLinear()
+
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = {
+        **dict(zip(LINEAR, (HeadAxis(2), HeadAxis(1)))),
+        **dict(zip(MLP[2:], (HeadAxis(2), HeadAxis(1)))),
+    }
 
     @property
     def artefacts(self) -> tuple[str, ...]:  # type: ignore[override]

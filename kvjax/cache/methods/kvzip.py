@@ -12,6 +12,7 @@ prompt; a KV counts the largest of all parts. The budget is one over all layers 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.policy.checks import check_wholes
 from kvjax.cache.policy.method import Method
-from kvjax.cache.policy.score import Artefacts, LayerView, Scorer, Scores
+from kvjax.cache.policy.score import Artefacts, HeadAxis, LayerView, Scorer, Scores
 from kvjax.checks import INT32_MAX, check_flag
 
 OUTPUT_GRAM = "output_gram"
@@ -43,6 +44,7 @@ class Repeated(Scorer):
         check_wholes(self, 0, INT32_MAX, "first")
         check_flag("plus", self.plus)
 
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = {OUTPUT_GRAM: HeadAxis(1, grouped=True)}
     repeats: ClassVar[bool] = True
 
     @property

@@ -13,6 +13,7 @@ the calibration texts, and a KV counts the higher of the two.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.score import (
     Artefacts,
     DecodeRule,
+    HeadAxis,
     LayerView,
     Planes,
     Scorer,
@@ -102,6 +104,8 @@ class PredictedReads(Scorer):
 
     window: int = CLAIM_WINDOW
     """Last queries whose reads are claims; 0 for none."""
+
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = {WEIGHT: HeadAxis(2), EXTRA: HeadAxis(1)}
 
     def __post_init__(self):
         check_wholes(self, 0, 4096, "window")

@@ -1,6 +1,7 @@
 """A random choice of KVs in each head, the same in every run: what a method has to beat."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -17,6 +18,8 @@ class Random(Intrinsic):
     """A hash of seed, layer, head and token position."""
 
     seed: int = 0
+
+    across_heads: ClassVar[bool] = True
 
     def __post_init__(self):
         check_wholes(self, 0, INT32_MAX, "seed")

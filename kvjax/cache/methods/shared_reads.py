@@ -14,6 +14,7 @@ and the highest of them go last. The others have it as the least metric in every
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,8 @@ class SharedReads(Scorer):
     newest: int = 32
     """Last tokens that are not read, but may follow one that is: heads look at what is near
     whatever is asked."""
+
+    across_heads: ClassVar[bool] = True
 
     def __post_init__(self):
         check_wholes(self, 1, MOST_WINDOW, "window")

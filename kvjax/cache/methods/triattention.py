@@ -16,6 +16,7 @@ code where each KV head of each layer keeps its own; it is meant for `compress_e
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -26,7 +27,7 @@ from kvjax.cache.policy.allocate import ByLayer
 from kvjax.cache.policy.checks import check_wholes
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, sizes, turned
-from kvjax.cache.policy.score import Artefacts, LayerView, Scorer, Scores
+from kvjax.cache.policy.score import Artefacts, HeadAxis, LayerView, Scorer, Scores
 from kvjax.checks import INT32_MAX
 
 QUERY_CENTRE, QUERY_SIZE = "query_centre", "query_size"
@@ -42,6 +43,9 @@ class ExpectedOfCentre(Scorer):
     """The farthest δ, rounded down to a power of two."""
 
     artefacts: ClassVar[tuple[str, ...]] = (ROPE_FREQUENCY, QUERY_CENTRE, QUERY_SIZE)
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = {
+        name: HeadAxis(1, grouped=True) for name in (QUERY_CENTRE, QUERY_SIZE)
+    }
     rescored: ClassVar[bool] = True
 
     def __post_init__(self):

@@ -91,6 +91,12 @@ class Method:
         return self.scorer is not None
 
     @property
+    def across_heads(self) -> bool:
+        """Whether scores of one head depend on others; see `Scorer.across_heads`."""
+        together = self.scorer is not None and self.scorer.across_heads
+        return together or self.selector.scope == "layer"
+
+    @property
     def repeats(self) -> bool:
         """Whether the prompt is repeated after prefill; see `Scorer.repeats`."""
         return self.scorer is not None and self.scorer.repeats

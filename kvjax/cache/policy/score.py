@@ -6,7 +6,8 @@ what it needs, so that nothing is computed or kept for methods that do not ask f
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, no_type_check
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -142,11 +143,24 @@ class DecodeRule:
         return planes
 
 
+class HeadAxis(NamedTuple):
+    """Which axis of an array of all layers [L, …] is one of heads."""
+
+    axis: int
+    grouped: bool = False
+    """Whether they are query heads, one group after the other."""
+
+
 class Scorer:
     """How much each KV counts. Subclasses are frozen dataclasses and give at least `score`."""
 
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the calibrated arrays that it reads."""
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = MappingProxyType({})
+    """Which of them have an axis of heads. On several devices each has its own heads of these."""
+    across_heads: ClassVar[bool] = False
+    """Whether a KV's score depends on other heads, or on which head it is of: not possible on
+    several devices, which have some heads each."""
     repeats: ClassVar[bool] = False
     """Whether its metrics come of a second pass in which the model repeats the prompt; the prompt's
     own then scores nothing, and `artefacts` are the pass's affair."""

@@ -27,7 +27,7 @@ from typing import Any
 
 from kvjax.checks import check_number, check_whole, shown
 from kvjax.cli.command import check_output_file
-from kvjax.cli.models import DTYPES, load_chosen_model
+from kvjax.cli.models import DTYPES, add_devices_option, load_chosen_model
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
 
@@ -53,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--method", default="kv-compress-continual", help="compression method (%(default)s)")
     add("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
     add("--emulate", choices=EMULATED, help="the pool of one of the papers' cards")
+    add_devices_option(parser)
     add("--max-batch", type=int, default=256, help="most sequences at once (%(default)s)")
     add("--prefill-chunk", type=int, default=2048, help="(%(default)s tokens)")
     add("--prefill-scratch", type=int, default=16384, help="(%(default)s tokens)")

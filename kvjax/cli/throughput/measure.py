@@ -42,6 +42,7 @@ def engine_config(options: argparse.Namespace, max_len: int | None) -> EngineCon
         prefill_scratch=max(options.prefill_scratch, options.prefill_chunk),
         decode_steps_per_sync=options.decode_steps_per_sync,
         pool_tokens=EMULATED[options.emulate] if options.emulate else options.pool_tokens,
+        tensor_parallel=options.tensor_parallel,
     )
 
 

@@ -38,6 +38,7 @@ from jaxtyping import Array
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.family import CheckpointTensor, Layer, Model, ParamSpec
+from kvjax.models.parallel import added_up, looked_up, of_vocabulary
 from kvjax.models.rope import rotate
 
 _ALL = slice(None)
@@ -164,11 +165,11 @@ class LlamaLayer(Layer):
 
     def finish(self, config: ModelConfig, x: Array, attended: Array) -> Array:
         attended = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
-        x = x + matmul(attended, self.out[...], inputs=3)
+        x = x + added_up(config, matmul(attended, self.out[...], inputs=3))
         normed = rms_norm(x, self.mlp_norm[...], config.rms_norm_eps)
         gate_up = matmul(normed, self.gate_up[...])
         hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return x + matmul(hidden, self.down[...])
+        return x + added_up(config, matmul(hidden, self.down[...]))
 
 
 class Llama(Model):
@@ -205,7 +206,7 @@ class Llama(Model):
         return table
 
     def embed_tokens(self, config: ModelConfig, tokens: Array) -> Array:
-        return jnp.take(self.embed[...], tokens, axis=0)
+        return looked_up(config, self.embed[...], tokens)
 
     def last_hidden(self, config: ModelConfig, x: Array) -> Array:
         return rms_norm(x, self.final_norm[...], config.rms_norm_eps)
@@ -214,4 +215,5 @@ class Llama(Model):
         tied = config.tie_word_embeddings
         head, axis = (self.embed, 1) if tied else (self.lm_head, 0)
         dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
-        return jax.lax.dot_general(hidden, head[...], dims, preferred_element_type=jnp.float32)
+        logits = jax.lax.dot_general(hidden, head[...], dims, preferred_element_type=jnp.float32)
+        return of_vocabulary(config, logits)

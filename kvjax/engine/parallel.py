@@ -1,0 +1,321 @@
+"""An engine's steps on several devices: each runs them on its own heads, under `jax.shard_map`.
+
+This is all that knows of devices. The steps are the functions of one device; they are told that
+there are others by a model configuration that names the mesh axis (`kvjax.models.parallel`) and by
+a cache that says which heads it has (`kvjax.cache.store.HeadShard`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from kvjax.cache import PagedCache, init_cache
+from kvjax.cache.calibration import HEAD_LOAD
+from kvjax.cache.methods import METHODS
+from kvjax.cache.policy import Method, Observer, Scores
+from kvjax.cache.store import HeadShard
+from kvjax.engine.compilation import StepName
+from kvjax.engine.decode import DecodeReport
+from kvjax.engine.insert import InsertReport
+from kvjax.engine.prefill import PromptKV, empty_prompt
+from kvjax.engine.steps import FUNCTIONS, StepFunction
+from kvjax.errors import UserError
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import is_stacked, logical_axes
+from kvjax.models.parallel import (
+    Dealing,
+    ModelShard,
+    deal,
+    deal_query_heads,
+    spec_of,
+    split_params,
+)
+
+AXIS = "heads"
+"""The mesh axis."""
+_SAME, _BY_BLOCK = PartitionSpec(), PartitionSpec(AXIS)
+_BY_HEAD = PartitionSpec(None, AXIS)
+_PROMPT = PromptKV(
+    k=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
+    v=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
+    scores=Scores(_BY_HEAD, _BY_HEAD, _BY_HEAD, _BY_HEAD),  # type: ignore[arg-type]
+    length=_SAME,  # type: ignore[arg-type]
+)
+
+
+class Parallel:
+    """The devices of an engine, and what of a model and its cache lies on which."""
+
+    def __init__(self, model: ModelConfig, dealing: Dealing, methods: Iterable[Method] = ()):
+        """Take the first devices of the process.
+
+        Args:
+            model: the whole model.
+            dealing: which of its heads lie where.
+            methods: further ones whose calibrated arrays may be by head.
+
+        Raises:
+            UserError: there are not as many devices.
+        """
+        _check_devices(model, dealing.devices)
+        self.model, self.dealing, self.size = model, dealing, dealing.devices
+        self.mesh = jax.make_mesh(
+            (self.size,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[: self.size]
+        )
+        self.local = ModelShard.of(model, dealing.places, self.size, AXIS)
+        """What each device has of the model."""
+        self._head_axes = {}
+        for method in (*METHODS.values(), *methods):
+            if method.scorer is not None:
+                self._head_axes |= method.scorer.head_axes
+        self._prompt_makers: dict[Any, Callable[[], PromptKV]] = {}
+        self._number = jax.device_put(dealing.number, NamedSharding(self.mesh, _BY_HEAD))
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        devices: int,
+        methods: Iterable[Method],
+        load: np.ndarray | None = None,
+    ) -> "Parallel | None":
+        """A model on so many devices; None for a single one.
+
+        Args:
+            model: the whole model.
+            devices: how many.
+            methods: those that requests may bring.
+            load: the calibrated array `HEAD_LOAD`, by which heads are dealt; by default evenly.
+
+        Raises:
+            UserError: there are not as many devices, or one of the methods needs a single one.
+        """
+        if devices == 1:
+            return None
+        for method in methods:
+            check_method(method, devices)
+        _check_devices(model, devices)
+        shape = (model.num_layers, model.num_kv_heads)
+        if load is None:
+            return cls(model, Dealing.even(*shape, devices), methods)
+        if load.shape != shape or not (load >= 0).all():
+            raise UserError(
+                f"calibrated array {HEAD_LOAD}: wanted a number from 0 on for each of {shape[0]} "
+                f"layers and {shape[1]} KV heads"
+            )
+        return cls(model, Dealing.by_load(np.asarray(load, np.float64), devices), methods)
+
+    # What lies on the devices
+
+    def split(self, params: nnx.State) -> nnx.State:
+        """The whole model's parameters, dealt to the devices."""
+        axes = logical_axes(self.model, is_stacked(params))
+        return split_params(params, axes, self.dealing, self.mesh)
+
+    def artefacts(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Calibrated arrays, those by head dealt as the heads are."""
+        found = {}
+        for name, array in arrays.items():
+            at = self._head_axes.get(name)
+            if at is not None and at.grouped:
+                array = deal_query_heads(array, at.axis, self.dealing)
+            elif at is not None:
+                array = deal(array, at.axis, self.dealing.number)
+            found[name] = jax.device_put(array, NamedSharding(self.mesh, self._spec_of(name)))
+        return found
+
+    def _spec_of(self, name: str) -> PartitionSpec:
+        at = self._head_axes.get(name)
+        return _SAME if at is None else PartitionSpec(*(None,) * at.axis, AXIS)
+
+    def same(self, tree: Any) -> Any:
+        """Arrays that every device has."""
+        return jax.device_put(tree, self.everywhere)
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """How an array lies that every device has."""
+        return NamedSharding(self.mesh, _SAME)
+
+    def new_cache(self, num_blocks: int, **sizes: Any) -> PagedCache:
+        """An empty cache of so many blocks on each device; sizes as of `init_cache`."""
+
+        def local(number: jax.Array) -> PagedCache:
+            shard = HeadShard(number, AXIS, self.dealing.heads)
+            return init_cache(num_blocks=num_blocks, shard=shard, **sizes)
+
+        return jax.jit(self._mapped(local, (_BY_HEAD,), self._cache_spec))(self._number)
+
+    def prompt_maker(self, observer: Observer, room: int, dtype: Any) -> Callable[[], PromptKV]:
+        """What makes an empty scratch for a prompt, as `empty_prompt` does: jitted."""
+        key = observer, room, dtype
+        if key not in self._prompt_makers:
+            make = functools.partial(empty_prompt, self.local, *key)
+            made = jax.jit(self._mapped(make, (), _PROMPT), out_shardings=self._lying(_PROMPT))
+            self._prompt_makers[key] = made
+        return self._prompt_makers[key]
+
+    # The steps
+
+    def steps(self, params: nnx.State) -> dict[StepName, Callable[..., Any]]:
+        """Every step jitted, for parameters that lie as these."""
+        axes = logical_axes(self.model, is_stacked(params))
+        flat = cast(list[tuple[tuple[str | int, ...], Any]], nnx.to_flat_state(params))
+        specs = nnx.from_flat_state(
+            [(path, leaf.replace(spec_of(axes[path], AXIS))) for path, leaf in flat]
+        )
+        return {name: self._step(name, function, specs) for name, function in FUNCTIONS.items()}
+
+    def _step(self, name: StepName, function: StepFunction, params: Any) -> Callable[..., Any]:
+        count = function.num_static
+        told, out_specs = self._outputs.get(name, (_as_is, self._cache_and))
+
+        def step(*args: Any) -> Any:
+            static, given = args[:count], args[count:]
+            if static and isinstance(static[0], ModelConfig):
+                static = (self.local, *static[1:])
+
+            def local(*own: Any) -> Any:
+                return told(function.call(*static, *own))
+
+            specs = tuple(self._input(arg, params) for arg in given)
+            if name == "kept":
+                specs = (_BY_BLOCK, _BY_HEAD)
+            return self._mapped(local, specs, out_specs)(*given)
+
+        step.__name__ = name.replace(" ", "_")
+        # So that the shapes of what one step gives say how it lies, for what is compiled after it.
+        return function.jitted(step, out_shardings=self._lying(out_specs))
+
+    def _lying(self, specs: Any) -> Any:
+        """Partition specs, on these devices."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    def _mapped(self, call: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            call, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+        )
+
+    def _input(self, arg: Any, params: Any) -> Any:
+        """How an argument of a step lies on the devices."""
+        match arg:
+            case PagedCache():
+                return self._cache_spec
+            case PromptKV():
+                return _PROMPT
+            case nnx.State():
+                return params
+            case dict():
+                return {name: self._spec_of(name) for name in arg}
+        return _SAME
+
+    @property
+    def _cache_spec(self) -> Any:
+        return PagedCache(
+            kv=_BY_BLOCK,  # type: ignore[arg-type]
+            metric=_BY_BLOCK,  # type: ignore[arg-type]
+            position=_BY_BLOCK,  # type: ignore[arg-type]
+            block_table=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
+            context_len=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
+            seq_len=_SAME,  # type: ignore[arg-type]
+            free=_BY_BLOCK,  # type: ignore[arg-type]
+            state=_BY_BLOCK,  # type: ignore[arg-type]
+            shared=_BY_BLOCK,  # type: ignore[arg-type]
+            shard=HeadShard(_BY_HEAD, AXIS, self.dealing.heads),  # type: ignore[arg-type]
+        )
+
+    @property
+    def _cache_and(self) -> Any:
+        return self._cache_spec, _SAME
+
+    @property
+    def _outputs(self) -> dict[StepName, tuple[Callable[..., Any], Any]]:
+        """What the host is told of each step's outputs, and how they lie on the devices.
+
+        Steps that are not named here return a cache and what is the same on all devices.
+        """
+        cache = self._cache_spec
+        started = dataclasses.replace(_of_fields(InsertReport), kept=_BY_HEAD, free=_BY_BLOCK)  # type: ignore[type-var]
+        decoded = dataclasses.replace(
+            _of_fields(DecodeReport), owned=_BY_HEAD, growth=_BY_HEAD, free=_BY_BLOCK
+        )
+        return {
+            "prefill": (_as_is, (_PROMPT, _SAME)),
+            "prefill in scratch": (_as_is, (_PROMPT, _SAME)),
+            "prefill in pool": (_as_is, (cache, _SAME, _SAME)),
+            "repeat": (_as_is, _BY_HEAD),
+            "start": (lambda out: (out[0], _started(out[1])), (_SAME, started)),
+            "place": (_placed, (cache, _SAME, _SAME, _SAME)),
+            "decode": (lambda out: (*out[:2], _decoded(out[2])), (cache, _SAME, decoded)),
+            "compress": (lambda out: (out[0], out[1][:, None]), (cache, _BY_HEAD)),
+            "kept": (_as_is, _BY_HEAD),
+        }
+
+
+def check_there(devices: int) -> None:
+    """Raise `UserError` where this process has fewer devices."""
+    there = jax.devices()
+    if devices > len(there):
+        raise UserError(
+            f"tensor_parallel {devices}: this process has {len(there)} of kind "
+            f"{there[0].device_kind}; give at most {len(there)}"
+        )
+
+
+def _check_devices(model: ModelConfig, devices: int) -> None:
+    check_there(devices)
+    heads = model.num_layers * model.num_kv_heads
+    if devices > heads:
+        raise UserError(
+            f"tensor_parallel {devices}: {model.name} has {heads} KV heads in all layers; give at "
+            f"most {heads}"
+        )
+
+
+def check_method(method: Method, devices: int) -> None:
+    """Raise `UserError` where a method cannot run on several devices."""
+    if devices > 1 and method.across_heads:
+        raise UserError(
+            f"method {method.name} with tensor_parallel {devices}: its scores join heads that lie "
+            "on several devices; give another method, or one device"
+        )
+
+
+def _of_fields(kind: type) -> Any:
+    """A dataclass whose every field says that it is the same on all devices."""
+    return kind(**{field.name: _SAME for field in dataclasses.fields(kind)})
+
+
+def _as_is(out: Any) -> Any:
+    return out
+
+
+def _summed(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, AXIS)
+
+
+def _placed(out: Any) -> Any:
+    cache, freed, shortfall, ok = out
+    return cache, _summed(freed), shortfall, ok
+
+
+def _started(report: InsertReport) -> InsertReport:
+    return dataclasses.replace(report, free=report.free[None])
+
+
+def _decoded(report: DecodeReport) -> DecodeReport:
+    """Blocks by device [G, P], KVs over all of them."""
+    return dataclasses.replace(
+        report,
+        owned=report.owned[:, None],
+        growth=report.growth[:, None],
+        free=report.free[None],
+        kvs=_summed(report.kvs),
+        longest=jax.lax.pmax(report.longest, AXIS),
+    )

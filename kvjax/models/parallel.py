@@ -1,0 +1,247 @@
+"""A model split over the devices of a mesh axis, and the three places where they meet.
+
+Each device has some KV heads with their query heads, columns of the MLP, and rows of the
+vocabulary (both as many as the others, zeros at the end). The residual stream is the same
+everywhere. Devices add up what attention and what the MLP give to it, and what they find of tokens'
+embeddings, and put the logits together from those of their parts of the vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.config import ModelConfig
+
+SPLIT_AXES = ("kv_heads", "mlp", "vocab")
+"""Names of the axes of parameters that are split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShard(ModelConfig):
+    """What one device has of a model: heads and MLP columns are its own, the vocabulary the whole
+    model's."""
+
+    axis: str = ""
+    """The mesh axis."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, places: int, devices: int, axis: str) -> "ModelShard":
+        """That of each of some devices with so many places for KV heads."""
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        fields["num_kv_heads"] = places
+        fields["num_heads"] = places * config.group_size
+        fields["intermediate_size"] = -(-config.intermediate_size // devices)
+        return cls(**fields, axis=axis)
+
+
+def added_up(config: ModelConfig, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The sum of what the devices have of it; x itself on a single device."""
+    return jax.lax.psum(x, config.axis) if isinstance(config, ModelShard) else x
+
+
+def looked_up(
+    config: ModelConfig, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """The rows of some tokens; a device has as many rows of the table as the others."""
+    if not isinstance(config, ModelShard):
+        return jnp.take(table, tokens, axis=0)
+    size = table.shape[0]
+    row = tokens - jax.lax.axis_index(config.axis) * size
+    here = (row >= 0) & (row < size)
+    found = jnp.take(table, jnp.clip(row, 0, size - 1), axis=0)
+    return added_up(config, jnp.where(here[..., None], found, 0))
+
+
+def of_vocabulary(config: ModelConfig, logits: Float[Array, "... V"]) -> Float[Array, "... W"]:
+    """The logits of the whole vocabulary, from a device's part of them."""
+    if not isinstance(config, ModelShard):
+        return logits
+    whole = jax.lax.all_gather(logits, config.axis, axis=logits.ndim - 1, tiled=True)
+    return whole[..., : config.vocab_size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealing:
+    """Which device has which KV heads."""
+
+    number: np.ndarray
+    """[L, devices × places] int32: the head in each place, or H, the number of heads, in one that
+    stays empty. A device has as many places in a row as the others."""
+    heads: int
+    """H, KV heads of a layer."""
+    devices: int
+
+    @classmethod
+    def even(cls, num_layers: int, heads: int, devices: int) -> "Dealing":
+        """In order. Where the heads do not come out even, some devices have one more, and which
+        these are changes from layer to layer."""
+        places = -(-heads // devices)
+        number = np.full((num_layers, devices, places), heads, np.int32)
+        least, more = divmod(heads, devices)
+        for layer in range(num_layers):
+            first = 0
+            for device in range(devices):
+                has = least + ((device - layer * more) % devices < more)
+                number[layer, device, :has] = np.arange(first, first + has)
+                first += has
+        return cls(number.reshape(num_layers, -1), heads, devices)
+
+    @classmethod
+    def by_load(cls, load: np.ndarray, devices: int) -> "Dealing":
+        """So that devices get about as much of a load, as far as their places allow.
+
+        The heaviest heads of all layers come first, each to the device that has least; then heads
+        of one layer change places where that makes the fullest device less full.
+
+        Args:
+            load: [L, H] what each head is expected to hold, in any unit.
+            devices: how many there are.
+        """
+        layers, heads = load.shape
+        places = -(-heads // devices)
+        device = np.full((layers, heads), -1)
+        room, total = np.full((layers, devices), places), np.zeros(devices)
+        for at in np.argsort(-load, axis=None, kind="stable"):
+            layer, head = divmod(int(at), heads)
+            to = int(np.argmin(np.where(room[layer] > 0, total, np.inf)))
+            device[layer, head] = to
+            room[layer, to] -= 1
+            total[to] += load[layer, head]
+        while (change := _better(load, device, total)) is not None:
+            layer, heavy, light = change
+            moved = load[layer, heavy] - load[layer, light]
+            full, spare = device[layer, heavy], device[layer, light]
+            device[layer, heavy], device[layer, light] = spare, full
+            total[full] -= moved
+            total[spare] += moved
+        number = np.full((layers, devices, places), heads, np.int32)
+        for layer, row in enumerate(device):
+            for one in range(devices):
+                own = np.flatnonzero(row == one)
+                number[layer, one, : len(own)] = own
+        return cls(number.reshape(layers, -1), heads, devices)
+
+    def loads(self, load: np.ndarray) -> np.ndarray:
+        """What each device gets of a load [L, H]."""
+        padded = np.pad(load, ((0, 0), (0, 1)))
+        placed = padded[np.arange(len(load))[:, None], self.number]
+        return placed.reshape(len(load), self.devices, -1).sum((0, 2))
+
+    @property
+    def places(self) -> int:
+        """Places of a device for KV heads of a layer."""
+        return self.number.shape[1] // self.devices
+
+    @property
+    def heads_of_devices(self) -> np.ndarray:
+        """KV heads of each device, over all layers [devices]."""
+        present = self.number < self.heads
+        return present.reshape(len(present), self.devices, -1).sum((0, 2))
+
+    @property
+    def place(self) -> np.ndarray:
+        """[L, H]: where each head lies."""
+        return np.argsort(self.number, axis=1, kind="stable")[:, : self.heads]
+
+    def by_head(self, x: np.ndarray) -> np.ndarray:
+        """[L, devices × places, …] by place -> [L, H, …] by head."""
+        return x[np.arange(len(x))[:, None], self.place]
+
+
+def _better(load: np.ndarray, device: np.ndarray, total: np.ndarray) -> tuple[int, int, int] | None:
+    """A layer, a head of the fullest device and one of the emptiest that had better change places;
+    None where no such change helps."""
+    full, spare = int(np.argmax(total)), int(np.argmin(total))
+    gap, best, found = total[full] - total[spare], 0.0, None
+    for layer, row in enumerate(device):
+        for heavy in np.flatnonzero(row == full):
+            for light in np.flatnonzero(row == spare):
+                moved = load[layer, heavy] - load[layer, light]
+                # How much less full the fuller of the two is afterwards.
+                gain = min(moved, gap - moved)
+                if gain > best + 1e-9 * gap:
+                    best, found = gain, (layer, int(heavy), int(light))
+    return found
+
+
+def spec_of(axes: tuple[str | None, ...], axis: str) -> PartitionSpec:
+    """How a parameter with axes of these names lies on the mesh."""
+    return PartitionSpec(*(axis if name in SPLIT_AXES else None for name in axes))
+
+
+def deal(x: Array, axis: int, number: np.ndarray) -> Array:
+    """An array of all layers [L, …] with its axis of KV heads by place; zeros where none is."""
+    take = jax.vmap(lambda one, at: jnp.take(one, at, axis - 1, mode="fill", fill_value=0))
+    return take(x, jnp.asarray(number))
+
+
+def deal_query_heads(x: Array, axis: int, dealing: Dealing) -> Array:
+    """The same for an axis of query heads, which lie one group after the other."""
+    shape = x.shape
+    groups = x.reshape(*shape[:axis], dealing.heads, -1, *shape[axis + 1 :])
+    dealt = deal(groups, axis, dealing.number)
+    return dealt.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+
+
+def split_params(
+    params: nnx.State,
+    axes: Mapping[tuple[str | int, ...], tuple[str, ...]],
+    dealing: Dealing,
+    mesh: Mesh,
+) -> nnx.State:
+    """Parameters, dealt to the devices of a mesh, one after the other.
+
+    Args:
+        params: the whole model's.
+        axes: names of the axes of each, from `logical_axes`.
+        dealing: which heads go where.
+        mesh: of one axis, as many devices as the dealing has.
+    """
+    (axis,) = mesh.axis_names
+
+    def split(path: tuple[str | int, ...], leaf: Any) -> Any:
+        names, value = axes[path], leaf[...]
+        for at, name in enumerate(names):
+            if name == "kv_heads" and names[0] == "layers":
+                value = deal(value, at, dealing.number)
+            elif name == "kv_heads":
+                value = deal(value[None], at + 1, dealing.number[path[1]][None])[0]
+            elif name in SPLIT_AXES:
+                short = -value.shape[at] % dealing.devices
+                value = jnp.pad(value, [(0, short * (i == at)) for i in range(value.ndim)])
+        return leaf.replace(jax.device_put(value, NamedSharding(mesh, spec_of(names, axis))))
+
+    flat = cast(list[tuple[tuple[str | int, ...], Any]], nnx.to_flat_state(params))
+    return nnx.from_flat_state([(path, split(path, leaf)) for path, leaf in flat])
+
+
+def join_params(
+    params: nnx.State,
+    axes: Mapping[tuple[str | int, ...], tuple[str, ...]],
+    config: ModelConfig,
+    dealing: Dealing,
+) -> nnx.State:
+    """The whole model's parameters on the host, from those that `split_params` dealt."""
+    sizes = {"mlp": config.intermediate_size, "vocab": config.vocab_size}
+
+    def join(path: tuple[str | int, ...], leaf: Any) -> Any:
+        names, value = axes[path], np.asarray(leaf[...])
+        for at, name in enumerate(names):
+            if name == "kv_heads" and names[0] == "layers":
+                rows = zip(value, dealing.place)
+                value = np.stack([row.take(place, at - 1) for row, place in rows])
+            elif name == "kv_heads":
+                value = value.take(dealing.place[path[1]], at)
+            elif name in sizes:
+                value = value.take(np.arange(sizes[name]), at)
+        return leaf.replace(value)
+
+    flat = cast(list[tuple[tuple[str | int, ...], Any]], nnx.to_flat_state(params))
+    return nnx.from_flat_state([(path, join(path, leaf)) for path, leaf in flat])

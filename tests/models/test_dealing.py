@@ -1,0 +1,65 @@
+"""Which device gets which heads."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from kvjax.models.parallel import Dealing
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "devices"), [(30, 3, 2), (4, 3, 4), (2, 8, 4), (5, 2, 8)]
+)
+def test_even_dealing(layers, heads, devices):
+    dealing = Dealing.even(layers, heads, devices)
+    assert dealing.number.shape == (layers, devices * -(-heads // devices))
+    for row in dealing.number:
+        assert sorted(row[row < heads]) == list(range(heads))
+    assert np.ptp(dealing.heads_of_devices) <= 1
+    assert dealing.heads_of_devices.sum() == layers * heads
+
+
+def test_whole_dealings_leave_the_order_alone():
+    np.testing.assert_array_equal(Dealing.even(2, 6, 3).number, [range(6)] * 2)
+
+
+def test_by_head_undoes_a_dealing():
+    dealing = Dealing(np.array([[2, 3, 0, 1], [3, 0, 1, 2]], np.int32), 3, 2)
+    placed = np.array([[20, -1, 0, 10], [-1, 1, 11, 21]])
+    np.testing.assert_array_equal(dealing.by_head(placed), [[0, 10, 20], [1, 11, 21]])
+    np.testing.assert_array_equal(
+        dealing.loads(np.array([[1, 2, 4], [8, 16, 32]])), [4 + 8, 3 + 48]
+    )
+
+
+@hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([(6, 3, 2), (4, 8, 4), (3, 4, 3)]))
+def test_by_load_deals_every_head_once_and_no_exchange_helps(seed, sizes):
+    layers, heads, devices = sizes
+    load = np.random.default_rng(seed).lognormal(sigma=0.8, size=(layers, heads))
+    dealing = Dealing.by_load(load, devices)
+    for row in dealing.number:
+        assert sorted(row[row < heads]) == list(range(heads))
+    total = dealing.loads(load)
+    assert total.sum() == pytest.approx(load.sum())
+    full, spare = dealing.number.reshape(layers, devices, -1)[
+        :, [total.argmax(), total.argmin()]
+    ].swapaxes(0, 1)
+    for layer in range(layers):
+        for heavy, light in itertools.product(full[layer], spare[layer]):
+            if heads not in (heavy, light):
+                moved = load[layer, heavy] - load[layer, light]
+                assert max(total.max() - moved, total.min() + moved) >= total.max() - 1e-6
+
+
+def test_by_load_is_near_the_best_of_all():
+    load = np.random.default_rng(3).lognormal(sigma=0.8, size=(3, 4))
+    halves = list(itertools.combinations(range(4), 2))
+    best = min(
+        max(first, load.sum() - first)
+        for choice in itertools.product(halves, repeat=3)
+        for first in [sum(load[layer, list(own)].sum() for layer, own in enumerate(choice))]
+    )
+    assert Dealing.by_load(load, 2).loads(load).max() <= 1.02 * best

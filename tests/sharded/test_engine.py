@@ -1,0 +1,148 @@
+"""An engine on several devices says what it says on one, and keeps the same KVs."""
+
+import asyncio
+import dataclasses
+import logging
+import re
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.cache import CompressionConfig
+from kvjax.cache.methods.predicted_reads import CLAIM, WEIGHT
+from kvjax.cache.methods.triattention import QUERY_CENTRE
+from kvjax.engine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from kvjax.engine.parallel import Parallel
+from kvjax.errors import UserError
+from kvjax.models import ByteTokenizer, LoadedModel
+from kvjax.models.decoder import init_params, logical_axes
+from kvjax.models.parallel import Dealing, join_params, split_params
+from tests.sharded.heads import mesh_of
+from tests.sharded.tiny import SIZES, TINY, engine_of, engine_settings, model_of
+
+PROMPTS = [
+    np.random.default_rng(n).integers(0, 256, size).astype(np.int32)
+    for n, size in enumerate((30, 61, 90))
+]
+"""One goes whole, one in parts of a scratch, one chunk by chunk in the pool."""
+
+
+def _answers(*engine, **settings):
+    llm = engine_of(*engine, **settings)
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True)
+    drawn = dataclasses.replace(greedy, temperature=0.8, seed=5)
+    names = [
+        llm.add_request(prompt, sampling, report_kept=True)
+        for prompt, sampling in zip(PROMPTS, (greedy, drawn, greedy))
+    ]
+    ended = {}
+    while llm.has_unfinished():
+        ended |= {out.request_id: out for out in llm.step() if out.finished}
+    assert (llm.scheduler.accounts.free == llm.scheduler.accounts.num_blocks).all()
+    return [ended[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict:
+    return {}
+
+
+CASES = [(2, "kv-compress", True), (4, "kv-compress", False)]
+"""Layers are stacked, or taken one by one as CPUs do."""
+
+
+@pytest.mark.parametrize(("devices", "method", "stacked"), CASES)
+def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, on_one):
+    settings = {"compress_every": 4}
+    if method not in on_one:
+        on_one[method] = _answers(1, method, **settings)
+    found = _answers(devices, method, stacked, **settings)
+    for one, several in zip(on_one[method], found, strict=True):
+        assert several.finish_reason == one.finish_reason == "length"
+        assert several.token_ids == one.token_ids
+        np.testing.assert_array_equal(several.stats.kept, one.stats.kept)
+        np.testing.assert_array_equal(several.stats.kept_tokens, one.stats.kept_tokens)
+        assert several.stats.shortfall == one.stats.shortfall
+
+
+def test_steps_compile_beside_the_rounds(caplog):
+    """How their inputs will lie on the devices is known before there are any."""
+
+    async def main():
+        config = dataclasses.replace(SIZES, tensor_parallel=2)
+        async with AsyncLLM(model_of(True), engine_settings("kv-compress"), config) as llm:
+            for prompt in PROMPTS[1:]:
+                sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+                outputs = [one async for one in llm.add(prompt, sampling, report_kept=True)]
+                assert outputs[-1].error is None
+            assert llm.metrics.as_dict()["kvjax_compile_stalls_total"] == 0
+            return {key.step.replace(" ", "_") for key in llm.llm.worker.compiled.seconds}
+
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with caplog.at_level(logging.WARNING):
+            steps = asyncio.run(main())
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert {"prefill_in_scratch", "prefill_in_pool", "place", "start", "decode"} <= steps
+    ours = re.compile(rf"Compiling jit\(({'|'.join(steps)})\)")
+    found = [record for record in caplog.records if ours.match(record.getMessage())]
+    assert len(found) >= len(steps)
+    assert {record.threadName.split("_")[0] for record in found} == {"kvjax compiler"}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_weights_come_back_as_they_were(devices, stacked):
+    model, axes = model_of(stacked), logical_axes(TINY, stacked)
+    dealing = Dealing.even(TINY.num_layers, TINY.num_kv_heads, devices)
+    params = split_params(model.params, axes, dealing, mesh_of(devices))
+    for path, leaf in cast(Any, nnx.to_flat_state(params)):
+        parts = {"kv_heads", "mlp", "vocab"} & set(axes[path])
+        shard = leaf[...].addressable_shards[0].data
+        assert shard.size * (devices if parts else 1) == leaf[...].size, path
+    back = join_params(params, axes, TINY, dealing)
+    jax.tree.map(np.testing.assert_array_equal, back, model.params)
+
+
+def test_calibrated_arrays_go_where_their_heads_go():
+    rng = np.random.default_rng(1)
+    layers, heads, group = TINY.num_layers, TINY.num_kv_heads, TINY.group_size
+    weight = rng.random((layers, 4, heads)).astype(np.float32)
+    centre = rng.random((layers, heads * group, 6)).astype(np.float32)
+    parallel = Parallel(TINY, Dealing(np.array([[2, 3, 0, 1], [0, 3, 1, 2]], np.int32), heads, 2))
+    arrays = {WEIGHT: weight, QUERY_CENTRE: centre, CLAIM: weight[..., 0]}
+    found = parallel.artefacts({name: jnp.asarray(array) for name, array in arrays.items()})
+    for layer, row in enumerate(parallel.dealing.number):
+        for place, head in enumerate(row):
+            own = weight[layer, :, head] if head < heads else 0
+            np.testing.assert_array_equal(found[WEIGHT][layer, :, place], own)
+            queries = found[QUERY_CENTRE][layer, place * group : (place + 1) * group]
+            own = centre[layer, head * group : (head + 1) * group] if head < heads else 0
+            np.testing.assert_array_equal(queries, own)
+    shapes = {name: x.addressable_shards[0].data.shape for name, x in found.items()}
+    assert shapes == {WEIGHT: (2, 4, 2), QUERY_CENTRE: (2, 2 * group, 6), CLAIM: (2, 4)}
+
+
+def test_what_is_refused():
+    for devices, method, said in (
+        (5, "kv-compress", "tensor_parallel 5: this process has 4 of kind cpu; give at most 4"),
+        (2, "random", "method random with tensor_parallel 2: its scores join heads"),
+        (2, "tova", "method tova with tensor_parallel 2"),
+    ):
+        with pytest.raises(UserError, match=said):
+            engine_of(devices, method)
+    for load in (np.ones((3, 3)), -np.ones((2, 3))):
+        with pytest.raises(UserError, match="array head_load: wanted a number from 0 on for each"):
+            Parallel.of(TINY, 2, (), load)
+    with pytest.raises(UserError, match="share_prefix 'auto' with tensor_parallel 2"):
+        EngineConfig(tensor_parallel=2, share_prefix="auto")
+    narrow = dataclasses.replace(TINY, num_layers=1, num_heads=2, num_kv_heads=2)
+    model = LoadedModel(narrow, init_params(narrow, "float32"), ByteTokenizer(), "dummy weights")
+    config = dataclasses.replace(SIZES, tensor_parallel=3)
+    with pytest.raises(UserError, match="tensor_parallel 3: tiny has 2 KV heads in all layers"):
+        LLM(model, CompressionConfig(method="kv-compress"), config)
