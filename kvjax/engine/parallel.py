@@ -72,8 +72,7 @@ class Parallel:
         """What each device has of the model."""
         self._head_axes = {}
         for method in (*METHODS.values(), *methods):
-            if method.scorer is not None:
-                self._head_axes |= method.scorer.head_axes
+            self._head_axes |= method.head_axes
         self._prompt_makers: dict[Any, Callable[[], PromptKV]] = {}
         self._number = jax.device_put(dealing.number, NamedSharding(self.mesh, _BY_HEAD))
 

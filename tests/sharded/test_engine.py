@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import CLAIM, WEIGHT
 from kvjax.cache.methods.triattention import QUERY_CENTRE
 from kvjax.engine import LLM, AsyncLLM, EngineConfig, SamplingParams
@@ -116,6 +117,7 @@ def test_calibrated_arrays_go_where_their_heads_go():
     centre = rng.random((layers, heads * group, 6)).astype(np.float32)
     parallel = Parallel(TINY, Dealing(np.array([[2, 3, 0, 1], [0, 3, 1, 2]], np.int32), heads, 2))
     arrays = {WEIGHT: weight, QUERY_CENTRE: centre, CLAIM: weight[..., 0]}
+    arrays[REFERENCE_QUERY] = np.stack([centre, centre + 1], axis=1)
     found = parallel.artefacts({name: jnp.asarray(array) for name, array in arrays.items()})
     for layer, row in enumerate(parallel.dealing.number):
         for place, head in enumerate(row):
@@ -124,8 +126,15 @@ def test_calibrated_arrays_go_where_their_heads_go():
             queries = found[QUERY_CENTRE][layer, place * group : (place + 1) * group]
             own = centre[layer, head * group : (head + 1) * group] if head < heads else 0
             np.testing.assert_array_equal(queries, own)
+            queries = found[REFERENCE_QUERY][layer, 1, place * group : (place + 1) * group]
+            np.testing.assert_array_equal(queries, own + 1 if head < heads else 0)
     shapes = {name: x.addressable_shards[0].data.shape for name, x in found.items()}
-    assert shapes == {WEIGHT: (2, 4, 2), QUERY_CENTRE: (2, 2 * group, 6), CLAIM: (2, 4)}
+    assert shapes == {
+        WEIGHT: (2, 4, 2),
+        QUERY_CENTRE: (2, 2 * group, 6),
+        CLAIM: (2, 4),
+        REFERENCE_QUERY: (2, 2, 2 * group, 6),
+    }
 
 
 def test_what_is_refused():

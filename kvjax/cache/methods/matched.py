@@ -13,6 +13,7 @@ runs as ever. Values as theirs, drawn to what they were.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -23,7 +24,7 @@ from kvjax.cache.policy.checks import check_numbers, check_wholes
 from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned
-from kvjax.cache.policy.score import Artefacts
+from kvjax.cache.policy.score import Artefacts, HeadAxis
 from kvjax.errors import UserError
 
 REFERENCE_QUERY = "reference_query"
@@ -46,6 +47,7 @@ class AttentionMatched(Merger):
     """Ridge of the values' change, times the mean Σ of a query's squared weights."""
 
     artefacts: ClassVar[tuple[str, ...]] = (ROPE_FREQUENCY, REFERENCE_QUERY)
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = {REFERENCE_QUERY: HeadAxis(2, grouped=True)}
 
     def __post_init__(self):
         check_wholes(self, 1, 2**20, "ahead", "turns")

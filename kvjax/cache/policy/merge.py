@@ -1,10 +1,12 @@
 """Mergers: what becomes of the KVs that go, before their blocks are freed."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.policy.score import Artefacts
+from kvjax.cache.policy.score import Artefacts, HeadAxis
 
 
 class Merger:
@@ -12,6 +14,8 @@ class Merger:
 
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the calibrated arrays that it reads."""
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = MappingProxyType({})
+    """As of `Scorer.head_axes`."""
 
     def fold(
         self,

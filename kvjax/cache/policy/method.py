@@ -17,7 +17,7 @@ from kvjax.cache.policy.checks import check_a, check_numbers, check_one_of, chec
 from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.observe import Observer
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
-from kvjax.cache.policy.score import DecodeRule, Scorer, Stored
+from kvjax.cache.policy.score import DecodeRule, HeadAxis, Scorer, Stored
 from kvjax.cache.policy.select import Selector
 from kvjax.cache.store import Plane
 from kvjax.checks import INT32_MAX, check_flag, check_text
@@ -95,6 +95,12 @@ class Method:
         """Whether scores of one head depend on others; see `Scorer.across_heads`."""
         together = self.scorer is not None and self.scorer.across_heads
         return together or self.selector.scope == "layer"
+
+    @property
+    def head_axes(self) -> dict[str, HeadAxis]:
+        """Which of its arrays have an axis of heads; see `Scorer.head_axes`."""
+        parts = (self.scorer, self.merger)
+        return {name: at for part in parts if part for name, at in part.head_axes.items()}
 
     @property
     def repeats(self) -> bool:
