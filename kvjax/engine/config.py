@@ -89,11 +89,6 @@ class EngineConfig:
                 f"prefill_scratch {self.prefill_scratch}: give at least {self.prefill_chunk}, "
                 "one prefill_chunk"
             )
-        if self.sharing and self.tensor_parallel > 1:
-            raise UserError(
-                f"share_prefix {self.share_prefix!r} with tensor_parallel {self.tensor_parallel}: "
-                "prefixes are shared on one device only; give share_prefix='never'"
-            )
         if self.pool_tokens is not None and self.pool_bytes is not None:
             raise UserError(
                 f"pool_tokens {self.pool_tokens} and pool_bytes {self.pool_bytes}: "

@@ -70,7 +70,7 @@ class Keeper:
             prefixes.used(known)
             return True
         blocks = len(held["metric"])
-        while prefixes.full or self._worker.free_blocks() < blocks:
+        while prefixes.full or self._worker.free_blocks().sum() < blocks:
             if (oldest := prefixes.oldest()) is None:
                 return False
             self.forget(oldest)

@@ -67,11 +67,20 @@ def save(
     compression: CompressionConfig | None,
 ) -> int:
     """See `LLM.save_prefix`."""
+    _check_one_device(llm)
     prefix = retain(llm, prompt, compression)
     kind = Kind.of(llm.model.fingerprint, llm.worker, prefix.settings)
     kept = saved(llm.worker.cache, prefix.row)
     prefix_files.write(path, kind, prefix.tokens, prefix.logits, kept)
     return len(prefix.tokens)
+
+
+def _check_one_device(llm: "LLM") -> None:
+    if (devices := llm.config.tensor_parallel) > 1:
+        raise UserError(
+            f"prefixes in files with tensor_parallel {devices}: they are written and read on one "
+            "device only; retain the document in this engine"
+        )
 
 
 class Saved(NamedTuple):
@@ -91,6 +100,7 @@ def read(
     compression: CompressionConfig | None,
 ) -> Saved:
     """A file that `save` wrote, in the types of a worker's cache; of that no array is read."""
+    _check_one_device(llm)
     found, arrays = prefix_files.read(path)
     tokens, logits = arrays.pop("tokens"), arrays.pop("logits", None)
     compression = llm.compression if compression is None else compression

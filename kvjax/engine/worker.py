@@ -108,8 +108,10 @@ class Worker:
         self.cache, self.state = self._new_cache(), self._new_state()
 
     def _new_state(self) -> decode.SlotState:
-        state = decode.init_slots(self.config.num_rows)
-        return state if self.parallel is None else self.parallel.same(state)
+        return self._everywhere(decode.init_slots(self.config.num_rows))
+
+    def _everywhere(self, tree: Any) -> Any:
+        return tree if self.parallel is None else self.parallel.same(tree)
 
     def _call(self, key: StepKey, args: tuple[Any, ...]) -> StepCall:
         return StepCall(key, self._steps[key.step], args)
@@ -210,7 +212,7 @@ class Worker:
         chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
         return PromptJob(
             request, tokens, chunks, True, start, start, retains,
-            logits=logits, fits=jnp.bool_(True),
+            logits=logits, fits=self._everywhere(jnp.bool_(True)),
         )  # fmt: skip
 
     def bucket(self, sizes: Iterable[int]) -> int:

@@ -16,7 +16,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import CLAIM, WEIGHT
 from kvjax.cache.methods.triattention import QUERY_CENTRE
-from kvjax.engine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from kvjax.engine import LLM, AsyncLLM, SamplingParams
 from kvjax.engine.parallel import Parallel
 from kvjax.errors import UserError
 from kvjax.models import ByteTokenizer, LoadedModel
@@ -110,6 +110,35 @@ def test_weights_come_back_as_they_were(devices, stacked):
     jax.tree.map(np.testing.assert_array_equal, back, model.params)
 
 
+def test_shared_prefixes_are_those_of_one_device(tmp_path):
+    """Blocks of several owners on every device; a question goes on where it would on one."""
+    document, found = PROMPTS[2], []
+    for devices in (1, 2):
+        shares = dataclasses.replace(
+            SIZES, tensor_parallel=devices, share_prefix="always", share_grain=16,
+            retained_prefixes=2,
+        )  # fmt: skip
+        llm = LLM(model_of(True), engine_settings("key-norm"), shares)
+        sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+        said = []
+        for question in (PROMPTS[0][:9], PROMPTS[1][:7]):
+            (output,) = llm.generate([np.append(document, question)], sampling)
+            assert output.error is None
+            said.append((output.token_ids, output.stats.cached_tokens))
+        said.append(np.asarray(llm.worker.cache.shared).sum())
+        if devices == 2:
+            with pytest.raises(UserError, match="prefixes in files with tensor_parallel 2"):
+                llm.save_prefix(tmp_path / "document", document)
+            with pytest.raises(UserError, match="prefixes in files with tensor_parallel 2"):
+                llm.load_prefix(tmp_path / "document")
+        llm.forget_prefixes()
+        assert (llm.worker.free_blocks() == llm.worker.shard_blocks).all()
+        assert not np.asarray(llm.worker.cache.shared).any()
+        found.append(said)
+    assert found[0] == found[1]
+    assert found[0][1][1] >= 64
+
+
 def test_calibrated_arrays_go_where_their_heads_go():
     rng = np.random.default_rng(1)
     layers, heads, group = TINY.num_layers, TINY.num_kv_heads, TINY.group_size
@@ -148,8 +177,6 @@ def test_what_is_refused():
     for load in (np.ones((3, 3)), -np.ones((2, 3))):
         with pytest.raises(UserError, match="array head_load: wanted a number from 0 on for each"):
             Parallel.of(TINY, 2, (), load)
-    with pytest.raises(UserError, match="share_prefix 'auto' with tensor_parallel 2"):
-        EngineConfig(tensor_parallel=2, share_prefix="auto")
     narrow = dataclasses.replace(TINY, num_layers=1, num_heads=2, num_kv_heads=2)
     model = LoadedModel(narrow, init_params(narrow, "float32"), ByteTokenizer(), "dummy weights")
     config = dataclasses.replace(SIZES, tensor_parallel=3)
