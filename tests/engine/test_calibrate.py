@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams
-from kvjax.cache.calibration import Calibration
+from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
@@ -170,7 +170,9 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert (arrays[EXTRA][..., 4] == 95).all()
     assert arrays[CLAIM].shape == (config.num_layers, CLAIM_LEVELS)
     assert (np.diff(arrays[CLAIM][0]) <= 0).all()
-    assert arrays[HEAD_BUDGET].shape == (config.num_layers, config.num_kv_heads)
+    for name in (HEAD_LOAD, HEAD_BUDGET):
+        assert arrays[name].shape == (config.num_layers, config.num_kv_heads)
+    assert arrays[HEAD_LOAD].mean() == pytest.approx(1)
     assert arrays[QUERY_CENTRE].shape == (config.num_layers, config.num_heads, config.head_dim)
     # A mean of sizes is no less than the size of a mean, and not much more here.
     centre = np.hypot(*np.split(arrays[QUERY_CENTRE], 2, axis=-1))
@@ -204,6 +206,17 @@ def test_heads_are_ranked_by_the_mean_of_their_scores(model):
         sums, count = sums + score[..., FIRST:length].sum(axis=-1), count + length - FIRST
     np.testing.assert_allclose(learned.scores, sums, rtol=1e-5)
     assert learned.fitted.count + learned.held_out.count == count
+
+
+def test_heads_have_the_load_of_what_stays_of_them():
+    """The highest quarter, eighth and sixteenth of all predictions, wherever they are."""
+    predictions = np.random.default_rng(9).standard_normal((2, 3, 32)) * [[[1], [2], [3]]]
+    expected = np.zeros((2, 3))
+    ranked = sorted(np.ndindex(2, 3, 32), key=lambda at: -predictions[at])
+    for stay in (48, 24, 12):
+        for layer, head, _ in ranked[:stay]:
+            expected[layer, head] += 6 / stay / 3
+    np.testing.assert_allclose(run.head_load(predictions), expected, rtol=1e-6)
 
 
 def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
@@ -387,7 +400,7 @@ def test_what_ships_is_a_calibration_of_its_model():
     assert [path.stem for path in shelf.shipped()] == ["smollm2-135m"]
     for path in shelf.shipped():
         found = Calibration.load(path)
-        assert {WEIGHT, EXTRA, CLAIM, REFERENCE_QUERY} <= set(found.arrays)
+        assert {WEIGHT, EXTRA, CLAIM, REFERENCE_QUERY, HEAD_LOAD} <= set(found.arrays)
         assert found.recipe["source"] == "this package's"
         assert path.stat().st_size < 900_000
         assert all(jnp.isfinite(jnp.asarray(x)).all() for x in found.arrays.values())

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.cache.calibration import Calibration
+from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.matched import REFERENCE_QUERY
@@ -47,6 +47,8 @@ NEWEST = 8
 """Last tokens of a text whose claims are not counted: they are protected."""
 SUMMED = ("reads", "scores", "query", "query_size")
 """What a state has beside the sums of the fit and its samples."""
+LOAD_RATES = (4, 8, 16)
+"""Rates of compression that what heads keep is foretold for."""
 SAVE_EVERY = 8
 """Texts between two states on disk."""
 
@@ -327,6 +329,19 @@ def claim_table(
     return np.where(at >= 1, LEAST, found).astype(np.float32)
 
 
+def head_load(predictions: Float[np.ndarray, "L H N"]) -> Float[np.ndarray, "L H"]:
+    """How many KVs each head keeps where those of the highest predictions stay, wherever they are.
+
+    Of the mean head, on average over `LOAD_RATES`.
+    """
+    loads = np.zeros(predictions.shape[:2])
+    for rate in LOAD_RATES:
+        least = np.sort(predictions, axis=None)[-(predictions.size // rate)]
+        kept = np.mean(predictions >= least, axis=-1)
+        loads += kept / kept.mean() / len(LOAD_RATES)
+    return loads.astype(np.float32)
+
+
 def _fitted(
     model: LoadedModel,
     learned: _Learned,
@@ -352,13 +367,13 @@ def _fitted(
         + np.einsum("lhte,lhe->lht", s["extra"], extra)
         for s in learned.samples
     ]
+    predictions = np.concatenate(found, axis=-1)
     ranks = rank_correlation(
-        np.concatenate(found, axis=-1),
+        predictions,
         np.concatenate([s["target"] for s in learned.samples], axis=-1),
     )
     share = learned.reads[:-1] / max(learned.reads[-1], 1)
-    flat = np.concatenate([x.ravel() for x in found])
-    table = claim_table(share, flat, settings.claim_share)
+    table = claim_table(share, predictions.ravel(), settings.claim_share)
     tokens = learned.fitted.count + learned.held_out.count
     references = np.concatenate(learned.references, axis=1)
     some = np.linspace(0, references.shape[1] - 1, settings.references).astype(int)
@@ -366,6 +381,7 @@ def _fitted(
         WEIGHT: weight,
         EXTRA: np.concatenate([extra, np.full_like(extra[..., :1], settings.tokens - 1)], axis=-1),
         CLAIM: np.tile(table, (model.config.num_layers, 1)),
+        HEAD_LOAD: head_load(predictions),
         HEAD_BUDGET: (learned.scores / tokens).astype(np.float32),
         QUERY_CENTRE: (learned.query / tokens).astype(np.float32),
         QUERY_SIZE: (learned.query_size / tokens).astype(np.float32),
