@@ -37,10 +37,10 @@ def groups(small: bool) -> tuple[Group, ...]:
     sizes = (2,) if small else (64, 256, 32, 128)
     methods = ("full", "kv-compress-continual")
     steps = [step_part(size, method) for size in sizes for method in methods]
-    if not small:
-        # Pools of which XLA once made it redo work.
-        steps.append(step_part(256, methods[1], pool_bytes=70 * 10**9))
-        steps.append(step_part(64, methods[1], model="llama3.1-70b", layers=16))
+    large = (
+        step_part(256, methods[1], pool_bytes=70 * 10**9),
+        step_part(64, methods[1], model="llama3.1-70b", layers=16),
+    )
     rivals = (
         [] if small else [part for case in decode_cases(False)[2:8:2] for part in rival_parts(case)]
     )
@@ -49,6 +49,8 @@ def groups(small: bool) -> tuple[Group, ...]:
         Group("attention", (peaks, *attention), {"XLA_FLAGS": NO_TUNING}),
         # XLA times candidates for the products on the device: nothing else may run then.
         Group("steps", tuple(steps), overlap=False),
+        # What the allocator keeps of smaller pools would leave no room.
+        *(Group(part.name, (part,), overlap=False) for part in large if not small),
         Group("beside", (section_part("window"), section_part("move"))),
         Group("others", tuple(rivals)),
     )
@@ -151,14 +153,13 @@ def step_part(
         loop = functools.partial(decode, step.model, get_method(method).decode, STEPS, None)
         return {
             "fill": Program(step.cache, ()),
-            "loop": Program(loop, (params, cache, state, *numbers, eos), (1, 2)),
+            "loop": Program(loop, (params, cache, state, *numbers, eos), (1, 2), platform),
         }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
         step = sized(machine)
         params = machine.kept.get(step.model)
         if params is None:
-            machine.kept.pop("model", None)
             stacked = stacks_layers(jax.default_backend())
             params = machine.kept[step.model] = init_params(step.model, step.dtype, stacked=stacked)
         cache, state = compiled["fill"](), step.state()

@@ -15,6 +15,8 @@ class Program(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+    platform: str | None = None
+    """Of an engine's step: it is compiled with the options that it has there."""
 
 
 @dataclasses.dataclass
@@ -36,12 +38,15 @@ class Machine:
         """The program compiled for the device here, or for the one that is not."""
         import jax
 
+        from kvjax.engine.compilation import compiler_options
+
+        function, arguments, donated, platform = program
+        options = None if platform is None else compiler_options(platform)
         if self.target is not None:
             from benchmarks.kernels.compile import compiled
 
-            return compiled(*program, self.target)
-        function, arguments, donated = program
-        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            return compiled(function, arguments, donated, self.target, options)
+        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile(options)
 
     def device_of_calls(self) -> Any:
         """A context in which kernels are chosen for the target."""

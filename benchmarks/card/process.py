@@ -149,6 +149,7 @@ def one_child(
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     flags = group.environment.get("XLA_FLAGS", "")
     if options.rehearse:
         environment["JAX_PLATFORMS"], flags = "cpu", ""

@@ -9,7 +9,7 @@ that only the last pass refuses), and need no device. Run it after every change 
     python -m benchmarks.kernels.compile --target v5e --target v6e --only 'd=128'
 
 The table is printed in Markdown; the last line is the same as compact JSON. The exit code is 1 if a
-kernel did not compile or spills registers.
+kernel did not compile or spills registers, or a step computes anything twice to save memory.
 """
 
 from kvjax.startup import guard
@@ -60,6 +60,7 @@ device_description_str: "NVIDIA H200"
 TPU_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 TPU_BLOCKS = 1 << 20
 """Pools of more blocks do not fit a TPU's memory."""
+LARGE_POOL = "steps kv-compress-continual, pool of 75 GB"
 PLUGINS = {
     "h200": ("jax_cuda13_plugin", "cuda"),
     "v5e": ("libtpu", "tpu"),
@@ -130,6 +131,9 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     for method in ("full", "kv-compress-continual"):
         if only in f"steps {method}":
             yield f"steps {method}", *decode_steps(target, method)
+    if target == "h200" and only in LARGE_POOL:
+        large = decode_steps(target, "kv-compress-continual", layers=3, pool_bytes=75 * 10**9)
+        yield LARGE_POOL, *large
 
 
 def received_from_last(window_metrics: Callable, q, k):
@@ -140,8 +144,11 @@ def received_from_last(window_metrics: Callable, q, k):
     return window_metrics(q, k, query_position=position)
 
 
-def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """The engine's decode loop: 16 sequences of up to 1024 KVs per head."""
+def decode_steps(
+    target: str, method: str, layers: int | None = None, pool_bytes: int | None = None
+) -> tuple[Callable, tuple, tuple[int, ...]]:
+    """The engine's decode loop: 16 sequences of up to 1024 KVs per head; 256 where a pool is given,
+    of which a few layers show what all do."""
     import jax
     import jax.numpy as jnp
 
@@ -152,15 +159,19 @@ def decode_steps(target: str, method: str) -> tuple[Callable, tuple, tuple[int, 
     from kvjax.models.decoder import abstract_params
 
     model = get_model_entry("llama3.1-8b" if target == "h200" else "qwen2.5-1.5b").config
-    layers, heads, slots, blocks_per_head = model.num_layers, model.num_kv_heads, 16, 64
+    model = model if layers is None else dataclasses.replace(model, num_layers=layers)
+    heads, slots, blocks_per_head = model.num_kv_heads, 16 if pool_bytes is None else 256, 64
+    blocks = slots * model.num_layers * heads * blocks_per_head
+    if pool_bytes is not None:
+        blocks = pool_bytes // (16 * (4 * model.head_dim + 8))
 
     def arguments():
         cache = init_cache(
             num_slots=slots,
-            num_layers=layers,
+            num_layers=model.num_layers,
             num_kv_heads=heads,
             head_dim=model.head_dim,
-            num_blocks=slots * layers * heads * blocks_per_head,
+            num_blocks=blocks,
             max_blocks_per_head=blocks_per_head,
             block_size=16,
             dtype=jnp.bfloat16,
@@ -186,8 +197,14 @@ def in_its_place(device):
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract))
 
 
-def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], device):
-    """The function compiled for a device that is not there."""
+def compiled(
+    function: Callable,
+    arguments: tuple,
+    donated: tuple[int, ...],
+    device,
+    options: dict[str, str] | None = None,
+):
+    """The function compiled for a device that is not there, with some of XLA's options."""
     import jax
     from jax.sharding import SingleDeviceSharding
 
@@ -196,7 +213,12 @@ def compiled(function: Callable, arguments: tuple, donated: tuple[int, ...], dev
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
     with in_its_place(device):
-        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile(options)
+
+
+def repeated(program) -> int:
+    """Operations of a compiled program that XLA computes again to save memory."""
+    return len(re.findall(r"%\S*\.remat\S* =", program.as_text() or ""))
 
 
 def gpu_rows(call: str, temporaries: int | None, folder: Path) -> Iterator[Row]:
@@ -244,16 +266,23 @@ def absent_device(target: str):
 
 def rows(target: str, only: str) -> Iterator[Row]:
     """Compile everything for one target."""
+    from kvjax.engine.compilation import compiler_options
+
     startup.started()
     device = absent_device(target)
     for call, function, arguments, donated in calls(target, only):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["MOSAIC_GPU_DUMP_TO"] = folder
             try:
-                program = compiled(function, arguments, donated, device)
+                steps = call.startswith("steps")
+                options = compiler_options("gpu") if steps and target == "h200" else None
+                program = compiled(function, arguments, donated, device, options)
             except Exception as error:
                 yield Row(target, call, "", error=str(error).splitlines()[0][:200])
                 continue
+            if again := repeated(program):
+                error = f"{again} operations are computed again"
+                yield Row(target, call, "", error=error)
             memory = program.memory_analysis()
             temporaries = memory.temp_size_in_bytes if memory else None
             if target == "h200":

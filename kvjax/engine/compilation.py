@@ -1,6 +1,7 @@
 """Compiled steps: which there are, how long each took, and how they outlive the process."""
 
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -38,6 +39,43 @@ class StepKey:
     """The part of a method that it depends on: an observer, a method's parts, a decode rule."""
     sizes: tuple[int, ...] = ()
     num_top: int | None = None
+
+
+def compiler_options(platform: str) -> dict[str, str] | None:
+    """Options of XLA for steps on a platform ("cpu", "gpu" or "tpu").
+
+    On GPUs its rematerialisation takes a pool of tens of gigabytes, which steps write in place,
+    for several of them, finds that nothing fits, and computes again what it can: weights are read
+    twice in every step, and writes to the pool repeated. Nothing in a step is worth that.
+    """
+    return {"xla_disable_hlo_passes": "rematerialization"} if platform == "gpu" else None
+
+
+class Step:
+    """A jitted step, compiled with the options of the device in use.
+
+    Jitting wants them, and no device is to be asked for before there is work for it.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any):
+        self._function, self._options = function, options
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The jitted function."""
+        options = compiler_options(jax.default_backend())
+        return jax.jit(self._function, compiler_options=options, **self._options)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.jitted(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """The call lowered, to be compiled; arguments may be shapes."""
+        return self.jitted.lower(*args)
+
+    def eval_shape(self, *args: Any) -> Any:
+        """The shapes of what the call returns."""
+        return self.jitted.eval_shape(*args)
 
 
 class StepCall(NamedTuple):

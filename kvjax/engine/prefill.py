@@ -130,6 +130,7 @@ def prefill_in_scratch(
     prompt: PromptKV,
     tokens: Int32[Array, " C"],
     length: Int32[Array, ""],
+    last: Bool[Array, ""] | None = None,
 ) -> tuple[PromptKV, Float[Array, " V"]]:
     """Run the next chunk of a prompt that stands in a contiguous scratch.
 
@@ -144,17 +145,22 @@ def prefill_in_scratch(
         prompt: the chunks so far (donate it), with room for C more tokens.
         tokens: token ids; those from `length` on are padding.
         length: tokens of this chunk.
+        last: whether no chunk comes behind it; None for yes. Where each chunk would measure all KVs
+            anew, only the last one does, and the scores mean nothing before.
 
     Returns:
         The prompt with this chunk, and the logits of the token after it.
     """
     start, before = prompt.length, _InScratch(prompt)
     room = before.size
-    k, v, scores, out = _run(config, observer, params, artefacts, tokens, start, length, before)
+    carry = None if observer.scorer is None else observer.scorer.carry(length)
+    k, v, scores, out = _run(
+        config, observer, params, artefacts, tokens, start, length, before,
+        last if carry is None else None,
+    )  # fmt: skip
     end = start + length
     scores = _finished(observer, scores, before, config, tokens, start, length, room + len(tokens))
     held = jnp.arange(room) < start
-    carry = None if observer.scorer is None else observer.scorer.carry(length)
 
     def joined(new, old, axis, keep=None):
         """What was held, measured anew, and the chunk behind it."""
@@ -262,8 +268,12 @@ def _run(
     start: Int32[Array, ""],
     length: Int32[Array, ""],
     before: Before | None,
+    observed: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "L T H d"], Float[Array, "L T H d"], Scores, Float[Array, " V"]]:
-    """Keys, values and scores (of what is before, too) of a chunk; logits of the next token."""
+    """Keys, values and scores (of what is before, too) of a chunk; logits of the next token.
+
+    Scores are zeros where `observed` says so.
+    """
     num_tokens = tokens.shape[0]
     positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
 
@@ -280,11 +290,15 @@ def _run(
             if prefix is not None:
                 assert before is not None
                 view = _behind(view, prefix, before.position(layer))
-            return out, observer.observe(view, artefacts)
+            if observed is None:
+                return out, observer.observe(view, artefacts)
+            return out, lax.cond(observed, lambda: observer.observe(view, artefacts), no_scores)
+
+        def no_scores():
+            return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scratch[2])
 
         def neither():
-            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scratch[2])
-            return jnp.zeros(q.shape, v.dtype), nothing
+            return jnp.zeros(q.shape, v.dtype), no_scores()
 
         if before is None:
             out, scores = attend_and_score()

@@ -4,13 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from jaxtyping import Array, Int32
 
 from kvjax.cache import share
 from kvjax.cache.store import restored
 from kvjax.engine import decode, insert, prefill, reclaim, repeat
-from kvjax.engine.compilation import StepName
+from kvjax.engine.compilation import Step, StepName
 
 
 def positions_of(
@@ -30,9 +29,9 @@ class StepFunction:
     donated: tuple[int, ...] = ()
     """Positions of arguments that it may write to."""
 
-    def jitted(self, call: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    def jitted(self, call: Callable[..., Any] | None = None, **options: Any) -> Step:
         """The step, or another function of the same arguments, jitted as this one is."""
-        return jax.jit(
+        return Step(
             call or self.call,
             static_argnums=tuple(range(self.num_static)),
             donate_argnums=self.donated,

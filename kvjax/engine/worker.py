@@ -272,7 +272,8 @@ class Worker:
             key = StepKey("prefill", observer, (bucket,))
             return self._call(key, (*common, tokens, length))
         key = StepKey("prefill in scratch", observer, (bucket, len(job.chunks) * bucket))
-        return self._call(key, (*common, job.prompt, tokens, length))
+        last = np.bool_(job.done + size == sum(job.chunks))
+        return self._call(key, (*common, job.prompt, tokens, length, last))
 
     def repeat_call(self, job: PromptJob, prompt: Any) -> StepCall:
         scorer = repeat.scorer_behind(job.request.method.scorer, self.repeat_request)

@@ -183,5 +183,34 @@ def test_parts_of_a_prompt_in_a_scratch(name):
     assert np.array_equal(prompt.k[:, : 29 + CHUNK], PARAMS["k"][:, : 29 + CHUNK])
 
 
+@pytest.mark.parametrize(("name", "measured"), [("kv-compress-continual", False), ("h2o", True)])
+def test_what_the_last_part_measures_anew_is_measured_once(name, measured):
+    """Nothing is observed of the first part, where the last one sees all there is to see; what the
+    scratch holds in the end is the same."""
+    observer = get_method(name).observer
+
+    @QUICKLY
+    def parts(params, lengths, last):
+        prompt = empty_prompt(MODEL, observer, 2 * WIDTH, jnp.float32)
+        tokens = jnp.zeros(WIDTH, jnp.int32)
+
+        def part(prompt, inputs):
+            prompt, logits = prefill_in_scratch(
+                MODEL, observer, params, ARTEFACTS, prompt, tokens, *inputs
+            )
+            return prompt, (prompt.scores.metric, logits)
+
+        return jax.lax.scan(part, prompt, (lengths, last))
+
+    lengths = np.array([29, CHUNK], np.int32)
+    always, (first, logits) = parts(PARAMS, lengths, np.array([True, True]))
+    once, (unseen, same) = parts(PARAMS, lengths, np.array([False, True]))
+    assert np.asarray(first[0]).any()
+    assert np.asarray(unseen[0]).any() == measured
+    for x, y in zip(jax.tree.leaves(always), jax.tree.leaves(once), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    assert np.array_equal(logits, same)
+
+
 def test_mean_pooling_counts_absent_keys_as_zero():
     assert pooled(np.array([4, 0, 1]), np.array([6.0, 3.0, 9.0]), 3, "avg").tolist() == [2, 4, 4]

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from kvjax.engine import compilation
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
 from kvjax.engine.interrupts import held
+from kvjax.engine.steps import FUNCTIONS, ON_ONE_DEVICE
 from tests.engine.serving import SMALL, greedy, make_llm, prompts_of, tokens_of
 
 
@@ -45,6 +48,29 @@ def test_steps_are_compiled_side_by_side_and_once():
     assert [step.compiled for step in steps] == [1, 1]
     assert known.seconds.keys() == {call.key for call in calls}
     assert known.waited > 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "options"),
+    [("cpu", None), ("gpu", {"xla_disable_hlo_passes": "rematerialization"}), ("tpu", None)],
+)
+def test_no_step_of_a_gpu_is_computed_twice_to_save_memory(platform, options, monkeypatch):
+    """What this keeps out of the programs: benchmarks/kernels/compile.py, with the toolchain."""
+    assert ON_ONE_DEVICE.keys() == FUNCTIONS.keys()
+    assert all(isinstance(step, compilation.Step) for step in ON_ONE_DEVICE.values())
+    given, jit = [], jax.jit
+
+    def noted(function, *, compiler_options, **more):
+        given.append(compiler_options)
+        return jit(function, **more)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "jit", noted)
+    one = compilation.Step(lambda x, n: x + n, static_argnums=1)
+    assert int(one(jnp.int32(1), 2)) == 3
+    assert one.eval_shape(jnp.int32(1), 2).dtype == jnp.int32
+    assert int(one.lower(jnp.int32(1), 2).compile()(jnp.int32(1))) == 3
+    assert given == [options]
 
 
 def test_one_step_is_traced_at_a_time():
