@@ -5,6 +5,7 @@ skipped by name where those files are absent. In continuous integration (CI=true
 KVJAX_NO_SKIPS=1 anywhere) a skip for any reason but `EXPECTED_SKIPS` is a failure.
 """
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -29,15 +30,33 @@ def _user_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvjax"
 
 
+MOST_COMPILED = 1 << 30
+"""Bytes of compiled programs that a test run begins with at most."""
+
+
 def _compilation_cache_dir() -> str:
     """A writable folder in which compiled programs outlive the test run."""
     folder = _user_cache_dir() / "jit-tests"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
+            drop_oldest(folder, MOST_COMPILED)
             return str(folder)
     except OSError:
         return tempfile.mkdtemp(prefix="kvjax-jit-tests-")
+
+
+def drop_oldest(folder: Path, most: int) -> None:
+    """Delete the oldest files of a folder beyond so many bytes; others may do so at once."""
+    held = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            held.append((found.st_mtime, found.st_size, path))
+    for _, size, path in sorted(held, reverse=True):
+        most -= size
+        if most < 0:
+            path.unlink(missing_ok=True)
 
 
 # JAX reads these when it is first imported, which is after this file.
@@ -45,7 +64,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compilation_cache_dir()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
+# With a size of its own to keep to, JAX would look at every file whenever it writes one.
+os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
 
 # What a shell starts in the background ignores interruptions, and so would the commands that tests
 # start and interrupt.
