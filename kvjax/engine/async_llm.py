@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import itertools
 import os
 import time
 import weakref
@@ -236,8 +237,9 @@ class AsyncLLM:
             Exception: one of them does not compile.
         """
         own = {need.key for need in needs}
-        while True:
-            under_way = await self._call(lambda: self.llm.engine.compile_ahead(needs))
+        for looks in itertools.count():
+            look = functools.partial(self.llm.engine.compile_ahead, needs, looks == 0)
+            under_way = await self._call(look)
             if under_way is None:
                 return
             if not under_way:  # a request's step is next, and a round has to begin

@@ -51,6 +51,8 @@ class Beside:
         """Why a step is missing for which a request has waited, by the request's id."""
         self._hopeless: set[StepKey] = set()
         """What batches would have used and could not be compiled."""
+        self._failed: dict[StepKey, Future[float]] = {}
+        """The last compilations of steps that failed."""
         self._lost: dict[str, Request] = {}
         self.waiting = 0
         """Requests that wait for steps, as far as it is known: those behind one that could begin
@@ -83,6 +85,7 @@ class Beside:
                 try:
                     self._finished.append(future.result())
                 except Exception as error:
+                    self._failed[key] = future
                     self._note_failure(key, error)
 
     def _note_failure(self, key: StepKey, error: Exception) -> None:
@@ -93,7 +96,7 @@ class Beside:
                 self._doomed[name] = error
 
     def ahead(
-        self, needs: Iterable[Need], alone: bool, queued: bool
+        self, needs: Sequence[Need], alone: bool, queued: bool, first: bool
     ) -> dict[StepKey, Future[float]] | None:
         """Have steps compiled before any request needs them; to be called again and again.
 
@@ -103,17 +106,25 @@ class Beside:
             needs: the steps.
             alone: whether no request runs.
             queued: whether any request waits.
+            first: whether it is the first call; what failed before it is tried again.
 
         Returns:
-            The compilations under way, whoever needs them; None once all of these are there.
+            The compilations under way, whoever needs them, and those of these steps that have
+            failed; None once all of these are there.
         """
         self._at_once = self._cores if alone else 1
         self._take_ended()
+        told = [self._failed.pop(need.key, None) for need in needs]
+        failed = {
+            need.key: future
+            for need, future in zip(needs, told)
+            if future is not None and not first
+        }
         missing = self._missing(needs)
-        if not (queued and self.waiting):
+        if not failed and not (queued and self.waiting):
             for need in missing:
                 self._start(need)
-        return dict(self._compiled.under_way) if missing else None
+        return {**self._compiled.under_way, **failed} if missing else None
 
     def ready(self, request: Request) -> bool:
         """Whether a request can begin; if not, what it lacks is compiled."""

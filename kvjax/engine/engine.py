@@ -90,10 +90,12 @@ class Engine:
         idle = self._alone and not self.outbox.pending
         return idle and self.beside is not None and self.beside.under_way > 0
 
-    def compile_ahead(self, needs: Sequence[Need]) -> dict[StepKey, Future[float]] | None:
+    def compile_ahead(
+        self, needs: Sequence[Need], first: bool = True
+    ) -> dict[StepKey, Future[float]] | None:
         """`Beside.ahead`, between two rounds."""
         assert self.beside is not None
-        found = self.beside.ahead(needs, self._alone, bool(self.scheduler.waiting))
+        found = self.beside.ahead(needs, self._alone, bool(self.scheduler.waiting), first)
         self.metrics.compiled_beside(self.beside)
         self.metrics.observe(self.scheduler, self.worker)
         return found

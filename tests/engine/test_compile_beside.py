@@ -17,6 +17,7 @@ import pytest
 from kvjax.cache import CompressionConfig
 from kvjax.engine.async_llm import AsyncLLM
 from kvjax.engine.compilation import StepCall, StepKey
+from kvjax.engine.needs import needs_ahead
 from kvjax.engine.request import RequestOutput
 from tests.engine.serving import FULL, alone, assert_empty, greedy, prompts_of
 from tests.engine.test_async_llm import make, run, settled
@@ -282,6 +283,38 @@ def test_a_warm_up_that_fails_says_so(tiny_params, expected):
             assert gate.tried == 2
 
     run(main())
+
+
+def test_a_step_that_failed_is_told_before_it_is_tried_again(tiny_params):
+    """Also where a round has noticed it before who waits looks again."""
+
+    async def main():
+        async with gated(tiny_params) as (llm, gate):
+            gate.error = ValueError("no such kernel")
+            engine, worker = llm.llm.engine, llm.llm.worker
+            (request,) = llm.llm.like([LONG], False, None)
+            needs = list(needs_ahead(worker, request))
+            while not gate.reached.is_set():
+                await llm._call(lambda: engine.compile_ahead(needs))
+            gate.open.set()
+            await reached_none(worker.compiled.under_way, engine, llm)
+            found = await llm._call(lambda: engine.compile_ahead(needs, False))
+            assert found is not None
+            failed = [future for key, future in found.items() if key.step == "prefill in scratch"]
+            assert [str(future.exception()) for future in failed] == ["no such kernel"]
+            assert gate.tried == 1
+            await llm._call(lambda: engine.compile_ahead(needs))
+            while gate.tried < 2:
+                await asyncio.sleep(0.01)
+
+    run(main())
+
+
+async def reached_none(under_way, engine, llm):
+    """Rounds notice what has ended, until nothing is under way."""
+    while under_way:
+        await llm._call(lambda: engine.beside.begin_round(True))
+        await asyncio.sleep(0.01)
 
 
 def test_a_prefix_that_is_loaded_holds_up_nobody(tiny_params, tmp_path, expected):
