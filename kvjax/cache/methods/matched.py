@@ -30,7 +30,8 @@ from kvjax.errors import UserError
 REFERENCE_QUERY = "reference_query"
 """Calibrated array [L, n, Hr, d]: queries before RoPE of n tokens of the calibration's texts."""
 MOST_MASS = 4.0
-"""Most that a query may lack, in logarithmic units: it would count for all that it was moved by."""
+"""Most that a query may lack, in logarithmic units. One that looks at nothing that stays would
+decide alone."""
 
 
 @dataclasses.dataclass(frozen=True)
