@@ -31,7 +31,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serving import address, begin_server
+from kvjax.cache.config import CALIBRATED
 from kvjax.cli import ArgumentParser, run_script
+from kvjax.cli.command import check_output_file
 from kvjax.cli.throughput.measure import percentiles
 from kvjax.cli.throughput.remote import Remote
 from kvjax.cli.throughput.work import Arrival, prompts_of, source_tokens
@@ -39,13 +41,15 @@ from kvjax.errors import UserError
 from kvjax.startup import started
 
 Row = dict[str, Any]
+WARM = 500
+"""Added to the seed of what is not measured."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m benchmarks.conversations", description=__doc__)
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="name of a model (%(default)s)")
-    add("--method", default="predicted-reads-blind", help="one that shares (%(default)s)")
+    add("--method", default=CALIBRATED, help="one that shares (%(default)s)")
     add("--rate", nargs="+", default=["v", "1", "8", "16"], help='"v" for a full cache')
     add("--conversations", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="(%(default)s)")
     add("--turns", type=int, default=2, help="of each (%(default)s)")
@@ -119,10 +123,12 @@ def waits_of(answers: list[Row]) -> Row:
     }
 
 
-def measure(remote: Remote, options: argparse.Namespace, rate: str, count: int) -> Row:
-    """One row."""
+def measure(
+    remote: Remote, options: argparse.Namespace, rate: str, count: int, seed: int = 0
+) -> Row:
+    """One row; `seed` is added to the run's."""
     source = source_tokens(remote, None)
-    prompts = prompts_of(source, [options.input_len] * count, options.seed + count)
+    prompts = prompts_of(source, [options.input_len] * count, options.seed + seed + count)
     began = time.perf_counter()
     first, *later = converse(remote, options, rate, prompts)
     nexts = [answer for turn in later for answer in turn]
@@ -166,7 +172,8 @@ def run_rate(options: argparse.Namespace, rate: str, bounds: Row | None) -> tupl
         try:
             remote = Remote(address(server, log), None)
             pool = remote.status["blocks"] * remote.status["block_bytes"] / 1e9
-            measure(remote, options, rate, 1)  # for what is left to compile
+            # For what is left to compile; of the same prompts, first turns would be held.
+            measure(remote, options, rate, 1, WARM)
             for count in options.conversations:
                 row = {**measure(remote, options, rate, count), "pool_gb": round(pool, 4)}
                 bounds = bounds or bounds_of(row, options)
@@ -232,6 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("give --turns and --output-len of at least 2")
     if options.rate[0] != "v" or options.conversations[0] != 1:
         raise UserError("bounds are those of 1 conversation and a full cache: begin with them")
+    if options.out:
+        check_output_file("--out", options.out)
+    if options.plot_dir:
+        Path(options.plot_dir).mkdir(parents=True, exist_ok=True)
     started()
     rows: list[Row] = []
     bounds: Row | None = None

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 DEADLINES_SECONDS = 0.1
 """While nothing happens, deadlines are looked at so often."""
+APART_SECONDS = 0.005
+GATHER_SECONDS = 0.05
+"""A first round of requests that come together waits for them: until none has come for so long, and
+at most so long. One that missed it would run behind the others to the end, in rounds of its own."""
 
 Closing = Literal["no", "drain", "abort", "closed"]
 
@@ -193,14 +198,27 @@ class Driver(threading.Thread):
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when there will be nothing any more."""
         with self._wake:
-            self._wake.wait_for(
-                lambda: self._calls or self._llm.has_unfinished() or self.closing != "no"
-            )
+            if not self._awaited():
+                self._wake.wait_for(self._awaited)
+                self._gather()
             if self._llm.engine.only_compiles:
                 # Deadlines pass without a word.
                 self._wake.wait_for(lambda: self._news, DEADLINES_SECONDS)
             self._news = False
             return bool(self._calls) or self._llm.has_unfinished()
+
+    def _awaited(self) -> bool:
+        """Whether there is something to do, or the thread has to end."""
+        return bool(self._calls) or self._llm.has_unfinished() or self.closing != "no"
+
+    def _gather(self) -> None:
+        """Wait for those that come with the first one. Calls wait for nobody."""
+        until = time.monotonic() + GATHER_SECONDS
+        while not self._calls and self.closing == "no":
+            self._news = False
+            apart = min(APART_SECONDS, until - time.monotonic())
+            if apart <= 0 or not self._wake.wait_for(lambda: self._news, apart):
+                return
 
     def _turn(self) -> None:
         """Calls that wait, and a round."""

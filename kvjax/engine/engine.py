@@ -405,35 +405,45 @@ class Engine:
         if not self._loops:
             return
         (starts, self._starts), (loops, self._loops) = (self._starts, []), (self._loops, [])
-        if starts:
-            with self._phase("prefill"):
-                jax.block_until_ready([job.logits for job, _ in starts])
-            if repeated := [job.prompt for job, _ in starts if job.request.method.repeats]:
-                with self._phase("repeat"):
-                    jax.block_until_ready(repeated)
-            with self._phase("compress"):
-                jax.block_until_ready([started.ok for _, started in starts])
+        refused = self._collect_starts(starts) if starts else []
         with self._phase("decode"):
-            started, reports = jax.device_get(
-                ([started for _, started in starts], [report for _, report in loops])
-            )
-        now = self.clock()
+            reports = jax.device_get([report for _, report in loops])
         self.scheduler.accounts.free[:] = reports[-1].free
         # Before those that ended leave, and before anything is compressed.
         self.metrics.note_free(self.scheduler.accounts.num_free)
-        for (job, _), report in zip(starts, started, strict=True):
-            self._note_start(job.request, report, now)
+        for request, freed in refused:
+            self._run(self.scheduler.refuse(request, freed))
         progress = False
         for (decode, _), report in zip(loops, reports, strict=True):
             progress |= self._note_loop(decode.requests, report)
         short = [decode for (decode, _), report in zip(loops, reports) if not report.ok]
         self._run(self.scheduler.settle(short, progress))
 
+    def _collect_starts(
+        self, starts: Sequence[tuple[PromptJob, InsertReport]]
+    ) -> list[tuple[Request, int]]:
+        """First tokens are emitted while the decode steps behind them run.
+
+        Returns the requests whose prompts found no room, and the blocks that were free.
+        """
+        with self._phase("prefill"):
+            jax.block_until_ready([job.logits for job, _ in starts])
+        if repeated := [job.prompt for job, _ in starts if job.request.method.repeats]:
+            with self._phase("repeat"):
+                jax.block_until_ready(repeated)
+        with self._phase("compress"):
+            reports = jax.device_get([started for _, started in starts])
+        now, refused = self.clock(), []
+        for (job, _), report in zip(starts, reports, strict=True):
+            if report.ok:
+                self._note_start(job.request, report, now)
+            else:
+                refused.append((job.request, int(report.freed)))
+        self._emit()
+        return refused
+
     def _note_start(self, request: Request, started: InsertReport, now: float) -> None:
-        """What became of a prompt that was put into its slot."""
-        if not started.ok:
-            self._run(self.scheduler.refuse(request, int(started.freed)))
-            return
+        """A prompt is in its slot, and has its first token."""
         stats = request.stats
         if stats.first_token is None:
             stats.first_token = now

@@ -56,6 +56,14 @@ async def settled(llm: AsyncLLM) -> None:
         await llm._call(lambda: None)
 
 
+async def asleep(llm: AsyncLLM) -> None:
+    """Nothing runs, and the thread waits for what comes."""
+    await settled(llm)
+    async with asyncio.timeout(60):
+        while not llm._driver._wake._waiters:
+            await asyncio.sleep(0.01)
+
+
 def run(main) -> None:
     async def watched():
         async with asyncio.timeout(300):
@@ -239,7 +247,7 @@ def test_requests_that_come_together(tiny_params, expected):
         async with make(tiny_params) as llm:
             with pytest.raises(UserError, match="the prompt is empty"):
                 llm.add_together([(prompts_of(10)[0], greedy(200)), ([], greedy(20))])
-            await settled(llm)
+            await asleep(llm)
             assert llm.metrics.as_dict()['kvjax_requests_ended_total{reason="abort"}'] == 1
             asked = [(prompt, greedy(20)) for prompt in prompts_of(*LENGTHS)]
             outputs, last = llm.add_together(asked, deadline=60.0, report_kept=True), {}
@@ -429,6 +437,61 @@ def test_an_idle_thread_sleeps(tiny_params):
             # The round in which the last output came may still have been under way.
             assert looks <= before + 2
             await llm.generate(prompts_of(10), greedy(4), SMALL)
+
+    run(main())
+
+
+def test_requests_that_come_together_run_together(tiny_params, monkeypatch):
+    """However long the loop takes to hand in the next one, up to a bound."""
+    monkeypatch.setattr("kvjax.engine.driver.APART_SECONDS", 1.0)
+    monkeypatch.setattr("kvjax.engine.driver.GATHER_SECONDS", 2.0)
+    prompts = prompts_of(10, 10, 10)
+
+    async def main():
+        async with make(tiny_params) as llm:
+
+            def steps() -> float:
+                return llm.llm.metrics.as_dict()["kvjax_decode_steps_total"]
+
+            await llm.generate(prompts, greedy(4))  # to compile
+            await asleep(llm)
+            before, streams = steps(), []
+            for prompt in prompts:
+                streams.append(llm.add(prompt, greedy(4)))
+                await asyncio.sleep(0.1)
+            for stream in streams:
+                async for output in stream:
+                    last = output
+                assert last.finish_reason == "length"
+            await asleep(llm)
+            # Those behind the first tokens, which all take together.
+            assert steps() - before == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_calls_and_the_end_wait_for_no_request(tiny_params, monkeypatch, drain):
+    monkeypatch.setattr("kvjax.engine.driver.APART_SECONDS", 50.0)
+    monkeypatch.setattr("kvjax.engine.driver.GATHER_SECONDS", 50.0)
+
+    async def main():
+        async with make(tiny_params) as llm, asyncio.timeout(25):
+            await llm._call(lambda: None)
+            await asleep(llm)
+            first = llm.add(prompts_of(10)[0], greedy(4))
+            await asyncio.sleep(0.05)
+            await llm._call(lambda: None)
+            async for output in first:
+                pass
+            assert output.finish_reason == "length"
+            await asleep(llm)
+            second = llm.add(prompts_of(10)[0], greedy(4))
+            await asyncio.sleep(0.05)
+            await llm.aclose(drain=drain)
+            async for output in second:
+                pass
+            assert output.finish_reason == ("length" if drain else "abort")
 
     run(main())
 

@@ -232,3 +232,17 @@ def test_running_sequences_wait_for_one_chunk_at_most(tiny_params):
             assert llm.scheduler.running[0].length > before
     assert chunks >= 3
     assert_empty(llm)
+
+
+def test_first_tokens_are_told_before_the_decode_steps_behind_them(tiny_params):
+    llm, told = make_llm(tiny_params), []
+
+    def note(output):
+        steps = llm.metrics.as_dict()["kvjax_decode_steps_total"]
+        told.append((len(output.token_ids), steps))
+
+    llm.add_request(prompts_of(10)[0], greedy(9), on_output=note)
+    llm.step()
+    assert told == [(1, 0)]
+    drain(llm)
+    assert [number for number, _ in told] == [1, 5, 9]
