@@ -482,16 +482,13 @@ def test_calls_and_the_end_wait_for_no_request(tiny_params, monkeypatch, drain):
             first = llm.add(prompts_of(10)[0], greedy(4))
             await asyncio.sleep(0.05)
             await llm._call(lambda: None)
-            async for output in first:
-                pass
-            assert output.finish_reason == "length"
+            assert [output async for output in first][-1].finish_reason == "length"
             await asleep(llm)
             second = llm.add(prompts_of(10)[0], greedy(4))
             await asyncio.sleep(0.05)
             await llm.aclose(drain=drain)
-            async for output in second:
-                pass
-            assert output.finish_reason == ("length" if drain else "abort")
+            ended = [output async for output in second][-1]
+            assert ended.finish_reason == ("length" if drain else "abort")
 
     run(main())
 
