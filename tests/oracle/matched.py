@@ -26,7 +26,7 @@ def matched(
     v: np.ndarray,
     stays: np.ndarray,
     stiffness: float = 0.01,
-    drawn_back: float = 3.0,
+    drawn_back: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of those that stay, so that they are read as all of them were.
 

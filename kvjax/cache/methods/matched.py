@@ -44,7 +44,7 @@ class AttentionMatched(Merger):
     """Of these, how many each query is turned to."""
     stiffness: float = 0.01
     """Ridge of the keys' vector, times the mean square of a query's entry."""
-    drawn_back: float = 3.0
+    drawn_back: float = 1.0
     """Ridge of the values' change, times the mean Σ of a query's squared weights."""
 
     artefacts: ClassVar[tuple[str, ...]] = (ROPE_FREQUENCY, REFERENCE_QUERY)
