@@ -84,7 +84,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
         "weights": int(parameters * options.weight_bytes / devices),
         "pool, keys and values": blocks // devices * b * spec.kv_bytes,
         "pool, metric and position": blocks // devices * b * spec.number_bytes,
-        "free mask": blocks // devices,
+        "free blocks": (1 + blocks // devices) * 4,
         "block tables": slots * here * width * 4,
         "context lengths": slots * here * 4,
         "slot states": slots * 48,

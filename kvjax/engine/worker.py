@@ -139,7 +139,7 @@ class Worker:
 
     def free_blocks(self) -> np.ndarray:
         """Blocks of each device's pool that nobody owns (waits for the device)."""
-        return np.asarray(jnp.sum(self.cache.free.reshape(self.num_shards, -1), axis=1))
+        return np.asarray(self.cache.free.count)
 
     def by_head(self, x: Any) -> np.ndarray:
         """What lies by place [L, places, …] on the devices, by the model's heads [L, H, …]."""

@@ -19,6 +19,7 @@ import numpy as np
 from kvjax import cache as kv
 from kvjax.cache.policy.method import PLAIN
 from kvjax.cache.store import KVPool
+from tests.cache.free import free_of
 from tests.oracle import KV, Choice, OracleCache
 from tests.oracle.eviction import num_blocks
 from tests.oracle.kv import UNWRITTEN
@@ -92,26 +93,31 @@ def jitted(name: str):
 
 
 def host(cache: kv.PagedCache) -> dict[str, Any]:
-    """Copies of the cache's fields in host memory, keys and values as "k" and "v"."""
+    """Copies of the cache's fields in host memory, keys and values as "k" and "v", the free blocks
+    as a mask and, from the bottom of their stack, as "order"."""
     fields = {
         f.name: jax.tree.map(np.array, getattr(cache, f.name)) for f in dataclasses.fields(cache)
     }
-    pool = fields.pop("kv")
-    return {"k": pool.stored_k, "v": pool.stored_v, **fields}
+    pool, free = fields.pop("kv"), fields.pop("free")
+    order = free.stack[: free.count[0]]
+    mask = np.isin(np.arange(len(free.stack)), order)
+    return {"k": pool.stored_k, "v": pool.stored_v, "free": mask, "order": order, **fields}
 
 
 def of_host(fields: dict[str, Any]) -> kv.PagedCache:
     """The cache that `host` copied."""
+    fields = dict(fields)
+    free = free_of(fields.pop("free"), fields.pop("order").tolist())
     fields = jax.tree.map(jnp.asarray, fields)
     k, v = fields.pop("k"), fields.pop("v")
-    return kv.PagedCache(kv=KVPool(k, v, kv.Plain(k.dtype.name)), **fields)
+    return kv.PagedCache(kv=KVPool(k, v, kv.Plain(k.dtype.name)), free=free, **fields)
 
 
 def assert_identical(a: kv.PagedCache, b: kv.PagedCache, what: str) -> None:
     """Every field is bit-equal, garbage included."""
-    before, after = host(a), host(b)
-    for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
-        assert x.tobytes() == y.tobytes(), f"{what}: {jax.tree_util.keystr(path)} differs"
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        same = np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        assert same, f"{what}: {jax.tree_util.keystr(path)} differs"
 
 
 def heads_of(cache: kv.PagedCache) -> dict[tuple[int, int, int], list[KV]]:
@@ -157,7 +163,7 @@ def poison(cache: kv.PagedCache, seed: int) -> kv.PagedCache:
 
 def clean(cache: kv.PagedCache) -> kv.PagedCache:
     """Without the garbage in the metrics of free blocks, which kvjax clears itself."""
-    return dataclasses.replace(cache, metric=jnp.where(cache.free[:, None], 0, cache.metric))
+    return dataclasses.replace(cache, metric=jnp.where(cache.free.mask[:, None], 0, cache.metric))
 
 
 def assert_well_formed(cache: kv.PagedCache) -> None:
@@ -170,8 +176,8 @@ def assert_well_formed(cache: kv.PagedCache) -> None:
         owned += c["block_table"][at][:used].tolist()
         assert (c["block_table"][at][used:] == total).all(), f"{at}: entries beyond the length"
     assert len(set(owned)) == len(owned), "a block has two owners"
-    assert set(owned) | set(np.flatnonzero(c["free"]).tolist()) == set(range(total))
-    assert len(owned) + c["free"].sum() == total
+    assert set(owned) | set(c["order"].tolist()) == set(range(total))
+    assert len(owned) + len(c["order"]) == total
     assert (c["position"][~owned_mask(cache)] == UNWRITTEN).all(), "stale positions"
 
 

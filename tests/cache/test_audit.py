@@ -48,6 +48,10 @@ def lost(c: Fields) -> None:
     c["free"][free_block(c)] = False
 
 
+def free_twice(c: Fields) -> None:
+    c["order"] = c["order"][[0, *range(len(c["order"]))]]
+
+
 def names_a_block_past_its_length(c: Fields) -> None:
     c["block_table"][RAGGED][2] = free_block(c)
 
@@ -117,8 +121,9 @@ def metric_in_a_free_block(c: Fields) -> None:
     ("corrupt", "invariants_say", "audit_says"),
     [
         (two_owners, "two owners", "owned by head"),
-        (owned_and_free, "an owned block is marked free", "free, and owned by head (1, 0, 1)"),
+        (owned_and_free, "an owned block is free", "free, and owned by head (1, 0, 1)"),
         (lost, "free .* owned blocks are not 72", "neither owned nor free"),
+        (free_twice, "a block is free twice", "some of them twice"),
         (names_a_block_past_its_length, "past a head's length names a block", "empty entry 2"),
         (negative_past_its_length, "past a head's length names a block", "empty entry 5 names -1"),
         (outside, "a block outside the pool", "entry 0 is block 72 of 72"),

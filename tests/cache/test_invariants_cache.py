@@ -165,6 +165,7 @@ def shuffled(cache: kv.PagedCache, seed: int) -> kv.PagedCache:
         moved = np.empty_like(c[name])
         moved[new_home] = c[name]
         c[name] = moved
+    c["order"] = new_home[c["order"]]
     c["block_table"] = np.append(new_home, total).astype(np.int32)[c["block_table"]]
     return of_host(c)
 
@@ -172,7 +173,7 @@ def shuffled(cache: kv.PagedCache, seed: int) -> kv.PagedCache:
 def test_invariant_10_physical_placement_is_invisible():
     pair = compressed(ATTENTION, 5)
     other = shuffled(pair.cache, 5)
-    clean = jnp.where(other.free[:, None], 0, other.metric)
+    clean = jnp.where(other.free.mask[:, None], 0, other.metric)
     kv.check_invariants(dataclasses.replace(other, metric=clean))
     q = jax.random.normal(jax.random.key(0), (3, ATTENTION.heads * GROUP, ATTENTION.d))
     for layer in range(2):
@@ -246,7 +247,7 @@ def test_invariant_15_a_claimed_block_starts_empty():
     pair = filled([6], ROOMY)  # and garbage in every free block
     cache, ok = jitted("allocate")(pair.cache, jnp.full((3, 2, 2), 12, jnp.int32))
     assert ok
-    new = np.asarray(pair.cache.free & ~cache.free)
+    new = np.asarray(pair.cache.free.mask & ~cache.free.mask)
     assert new.sum() == 3 * 12 - 2 * 4
     assert (np.asarray(cache.metric)[new] == 0).all()
     assert (np.asarray(cache.position)[new] == -1).all()

@@ -13,6 +13,7 @@ from kvjax.cache.methods import get_method
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.prefixes import Prefixes, settings_of
 from kvjax.errors import UserError
+from tests.cache.free import free_of
 from tests.engine.serving import FULL, assert_empty, drain, greedy, make_llm, prompts_of, tokens_of
 
 GRAIN = 16
@@ -55,12 +56,12 @@ def tighten(llm, blocks: int):
     """Leave so many blocks free, as in a smaller pool. Returns what undoes it."""
     cache = llm.worker.cache
     taken = jnp.arange(cache.num_blocks) >= blocks
-    llm.worker.cache = dataclasses.replace(cache, free=~taken)
+    llm.worker.cache = dataclasses.replace(cache, free=free_of(~taken))
     llm.scheduler.accounts.free[:] = blocks
 
     def undo():
         now = llm.worker.cache
-        llm.worker.cache = dataclasses.replace(now, free=now.free | taken)
+        llm.worker.cache = dataclasses.replace(now, free=free_of(now.free.mask | taken))
         llm.scheduler.accounts.free[:] = llm.worker.free_blocks()
 
     return undo

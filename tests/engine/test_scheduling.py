@@ -5,7 +5,6 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +16,7 @@ from kvjax.engine.metrics import EngineMetrics
 from kvjax.engine.scheduler import Scheduler
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
+from tests.cache.free import free_of
 from tests.engine.conftest import TINY
 from tests.engine.serving import (
     FULL,
@@ -77,14 +77,14 @@ def test_a_chunk_without_room_runs_again(tiny_params):
     while llm.scheduler.job is None or not 0 < llm.scheduler.job.done < 100:
         llm.step()
     done, cache = llm.scheduler.job.done, llm.worker.cache
+    mask = cache.free.mask
     # As if somebody held all that is free; the other request is over its budget.
-    llm.worker.cache = dataclasses.replace(cache, free=jnp.zeros_like(cache.free))
+    llm.worker.cache = dataclasses.replace(cache, free=free_of(np.zeros(cache.num_blocks, bool)))
     llm.step()
     assert llm.scheduler.job.done == done
     assert llm.metrics.as_dict()["kvjax_compressions_total"] == 1
-    llm.worker.cache = dataclasses.replace(
-        llm.worker.cache, free=llm.worker.cache.free | cache.free
-    )
+    now = llm.worker.cache
+    llm.worker.cache = dataclasses.replace(now, free=free_of(now.free.mask | mask))
     last = {}
     while llm.has_unfinished():
         last |= {output.request_id: output for output in llm.step()}
@@ -145,7 +145,7 @@ def test_a_full_pool_ends_who_is_alone(tiny_params):
     while not llm.scheduler.running:
         llm.step()
     cache = llm.worker.cache
-    llm.worker.cache = dataclasses.replace(cache, free=jnp.zeros_like(cache.free))
+    llm.worker.cache = dataclasses.replace(cache, free=free_of(np.zeros(cache.num_blocks, bool)))
     last = {}
     for _ in range(30):
         last |= {output.request_id: output for output in llm.step()}

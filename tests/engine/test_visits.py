@@ -16,6 +16,7 @@ from kvjax.cache.methods import get_method
 from kvjax.engine import decode, insert, prefill, reclaim
 from kvjax.engine.sampling import SamplingParams, sampling_row
 from kvjax.models.decoder import forward, logits
+from tests.cache.free import free_of
 from tests.engine.conftest import TINY
 from tests.engine.serving import HEADS, prompts_of
 
@@ -65,7 +66,9 @@ class Bench:
             dtype=jnp.float32,
         )
         # A pool of another size would compile every step again.
-        self.cache = dataclasses.replace(cache, free=jnp.arange(BLOCKS) >= BLOCKS - num_free)
+        self.cache = dataclasses.replace(
+            cache, free=free_of(np.arange(BLOCKS) >= BLOCKS - num_free)
+        )
         self.state = decode.init_slots(SLOTS)
 
     def start(
@@ -286,7 +289,7 @@ def test_a_report_counts_what_the_cache_holds(bench):
     assert report.kvs.tolist() == [HEADS * n for n in (10, 9, 0, 14)]
     assert report.longest.tolist() == [10, 9, 0, 14]
     assert report.owned.tolist() == [HEADS * n for n in (3, 3, 0, 4)]
-    assert int(report.free) == BLOCKS - HEADS * 10 == int(np.asarray(bench.cache.free).sum())
+    assert int(report.free) == BLOCKS - HEADS * 10 == int(bench.cache.free.count[0])
     # One has ended, one may go on from 9 to 12 KVs, one will from 14 to 18.
     assert report.growth.tolist() == [0, 0, 0, HEADS]
     assert bench.state.remaining.tolist()[:2] == [3, 26]

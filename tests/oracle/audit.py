@@ -19,10 +19,11 @@ def audit(cache: Any, *, unwritten: bool = False) -> list[str]:
         cache: a `PagedCache`, or anything with its fields.
         unwritten: whether heads may count KVs that nothing was written to.
     """
-    fields = ("block_table", "context_len", "seq_len", "free", "position", "metric")
-    table, lengths, seq_len, free, position, metric = (
+    fields = ("block_table", "context_len", "seq_len", "position", "metric")
+    table, lengths, seq_len, position, metric = (
         np.asarray(getattr(cache, name)) for name in fields
     )
+    free = np.asarray(cache.free.stack)[: int(cache.free.count[0])].tolist()
     total, block_size = position.shape
     width = table.shape[-1]
     wrong: list[str] = []
@@ -70,12 +71,14 @@ def audit(cache: Any, *, unwritten: bool = False) -> list[str]:
         if count == max(0, len(more.get(block, ())) - 1):
             continue
         wrong.append(f"block {block}: {count} owners beside the first are counted")
-    for block in np.flatnonzero(free).tolist():
+    if len(set(free)) < len(free):
+        wrong.append(f"free blocks {free}: some of them twice")
+    for block in free:
         if block in owner:
             wrong.append(f"block {block}: free, and owned by head {owner[block]}")
         elif (position[block] != -1).any() or (metric[block] != 0).any():
             wrong.append(f"block {block}: free, and not empty")
-    lost = sorted(set(range(total)) - set(owner) - set(np.flatnonzero(free).tolist()))
+    lost = sorted(set(range(total)) - set(owner) - set(free))
     if lost:
         wrong.append(f"blocks {lost}: neither owned nor free")
     return wrong

@@ -7,6 +7,7 @@ why a KV stays or goes.
 
 from kvjax.cache.store.codec import Codec, Plain, Rounded, as_codec
 from kvjax.cache.store.counting import running_count
+from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.grow import allocate
 from kvjax.cache.store.invariants import check_invariants
 from kvjax.cache.store.paged import (
@@ -29,6 +30,7 @@ from kvjax.cache.store.write import append, begin_append, write_prompt
 __all__ = [
     "CacheSpec",
     "Codec",
+    "FreeBlocks",
     "HeadShard",
     "KVPool",
     "PagedCache",

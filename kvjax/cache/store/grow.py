@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from kvjax.cache.store.paged import PagedCache, blocks_for, claim, free_blocks, nth_free
+from kvjax.cache.store.paged import PagedCache, blocks_for, claim, free_blocks
 from kvjax.cache.store.shard import agreed
-from kvjax.cache.store.sharing import ragged, unshare
+from kvjax.cache.store.sharing import unshare_last
 
 
 def grow(
@@ -32,12 +32,12 @@ def grow(
     ok = (jnp.sum(added) <= free_blocks(cache)) & jnp.all(want <= table.shape[-1])
     ok = agreed(cache.shard, ok)
     if cache.shared is not None:
-        touched = ragged(cache, old_len, ok & (new_len > old_len))
-        cache, table, copied = unshare(cache, table, touched, jnp.sum(added))
+        grows = ok & (new_len > old_len)
+        cache, table, copied = unshare_last(cache, table, old_len, grows, jnp.sum(added))
         ok &= copied
     first = (jnp.cumsum(added.reshape(-1)) - added.reshape(-1)).reshape(added.shape)
     is_new = ok & (m >= have[..., None]) & (m < want[..., None])
-    ids = nth_free(cache.free, first[..., None] + m - have[..., None])
+    ids = cache.free.peek(first[..., None] + m - have[..., None])
     ids = jnp.where(is_new, ids, n)
     return claim(cache, ids), jnp.where(is_new, ids, table), ok
 
@@ -47,7 +47,7 @@ def allocate(
 ) -> tuple[PagedCache, Bool[Array, ""]]:
     """Grow every head to at least `context_len` KVs.
 
-    Blocks with the lowest free ids go to the heads in (slot, layer, head) order. The new KV slots
+    Blocks go to the heads in (slot, layer, head) order. The new KV slots
     count as unwritten (position −1, metric 0) until something is written to them.
 
     Returns:

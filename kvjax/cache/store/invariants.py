@@ -6,7 +6,7 @@ from kvjax.cache.store.paged import UNWRITTEN, PagedCache
 
 
 def check_invariants(cache: PagedCache) -> None:
-    """Check that tables, lengths, free mask and metadata agree.
+    """Check that tables, lengths, free blocks and metadata agree.
 
     Free and owned blocks partition {0 … N−1}; no block has two owners, or as many as `shared`
     says, each of another slot; every head owns exactly
@@ -17,18 +17,22 @@ def check_invariants(cache: PagedCache) -> None:
     Raises:
         AssertionError: names the violation and where it is.
     """
-    table, context_len, seq_len, free, position, metric = (
+    table, context_len, seq_len, stack, count, position, metric = (
         np.asarray(x)
         for x in (
             cache.block_table,
             cache.context_len,
             cache.seq_len,
-            cache.free,
+            cache.free.stack,
+            cache.free.count,
             cache.position,
             cache.metric,
         )
     )
     n, b = cache.num_blocks, cache.block_size
+    assert 0 <= count[0] <= n, "more blocks are free than there are"
+    free = np.sort(stack[: count[0]])
+    assert (free[1:] > free[:-1]).all(), "a block is free twice"
     assert (context_len >= 0).all(), "a context length is negative"
     owned_per_head = -(-context_len // b)
     column = np.arange(cache.max_blocks)
@@ -48,10 +52,8 @@ def check_invariants(cache: PagedCache) -> None:
             own = table[row][is_owned[row]]
             assert len(np.unique(own)) == len(own), "a slot owns a block twice"
         owned = np.unique(owned)
-    assert not free[owned].any(), "an owned block is marked free"
-    assert int(free.sum()) + len(owned) == n, (
-        f"{int(free.sum())} free + {len(owned)} owned blocks are not {n}"
-    )
+    assert not np.isin(owned, free).any(), "an owned block is free"
+    assert len(free) + len(owned) == n, f"{len(free)} free + {len(owned)} owned blocks are not {n}"
     assert (position[free] == UNWRITTEN).all(), "a free block has token positions"
     assert (metric[free] == 0).all(), "a free block has metrics"
 

@@ -14,11 +14,10 @@ from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain
-from kvjax.cache.store.counting import running_count
+from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.pool import KVPool
 from kvjax.cache.store.shard import HeadShard
 from kvjax.cache.store.spec import CacheSpec, Plane
@@ -50,7 +49,7 @@ class PagedCache:
     """KVs that each head holds."""
     seq_len: Int32[Array, " S"]
     """Tokens that each sequence has seen: the position of its next token."""
-    free: Bool[Array, " N"]
+    free: FreeBlocks
     state: dict[str, Num[Array, "N b w"]] = dataclasses.field(default_factory=dict)
     """Further numbers of each KV, by the names of the planes that methods declare; 0 where
     unwritten."""
@@ -173,7 +172,7 @@ def init_cache(
         block_table=jnp.full((*heads, max_blocks_per_head), num_blocks, jnp.int32),
         context_len=jnp.zeros(heads, jnp.int32),
         seq_len=jnp.zeros(num_slots, jnp.int32),
-        free=jnp.ones(num_blocks, bool),
+        free=FreeBlocks.every(num_blocks),
         state={plane.name: jnp.zeros((*pool, plane.width), plane.dtype) for plane in planes},
         shared=jnp.zeros(num_blocks, jnp.int32) if sharing else None,
         shard=shard,
@@ -187,45 +186,47 @@ def blocks_for(context_len: Int[Array, "*dims"], block_size: int) -> Int[Array, 
 
 def free_blocks(cache: PagedCache) -> Int32[Array, ""]:
     """How many blocks of the pool nobody owns."""
-    return jnp.sum(cache.free, dtype=jnp.int32)
-
-
-def nth_free(free: Bool[Array, " N"], rank: Int[Array, "*dims"]) -> Int32[Array, "*dims"]:
-    """Id of the free block with `rank` free blocks below it; N where there is none."""
-    size, upto = free.shape[0], running_count(free)
-    highest = 1 << (size.bit_length() - 1)
-
-    def further(i, passed):
-        """Blocks that are passed over so far, and one more power of two where the count allows."""
-        more = passed + (highest >> i)
-        few = (more <= size) & (upto.at[more - 1].get(mode="clip") <= rank)
-        return jnp.where(few, more, passed)
-
-    return lax.fori_loop(0, size.bit_length(), further, jnp.zeros(rank.shape, jnp.int32))
+    return jnp.sum(cache.free.count)
 
 
 def claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
-    """Take blocks from the free mask; whatever a former owner left in their metadata goes."""
-    return _cleared(cache, ids, free=False)
+    """Take the blocks on top of the free ones, in any order, as `FreeBlocks.peek` tells them; ids
+    of N are passed over. Whatever a former owner left in their metadata goes."""
+    taken = jnp.sum(ids < cache.num_blocks)
+    return dataclasses.replace(_cleared(cache, ids), free=cache.free.without(taken))
 
 
 def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
-    """Give blocks back to the free mask and clear their metadata; ids of N are passed over.
+    """Give blocks back and clear their metadata; ids of N are passed over.
 
     A block that is shared loses an owner for each time that it is named, and goes with the last.
     """
     if cache.shared is not None:
-        lost = jnp.zeros_like(cache.shared).at[ids].add(1, mode="drop")
-        gone = lost > cache.shared
-        cache = dataclasses.replace(cache, shared=jnp.maximum(cache.shared - lost, 0))
-        ids = jnp.where(gone.at[ids].get(mode="fill", fill_value=False), ids, cache.num_blocks)
-    return _cleared(cache, ids, free=True)
+        cache, ids = _disowned(cache, ids)
+    return dataclasses.replace(_cleared(cache, ids), free=cache.free.with_blocks(ids))
 
 
-def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"], *, free: bool) -> PagedCache:
+def _disowned(
+    cache: PagedCache, ids: Int32[Array, "*dims"]
+) -> tuple[PagedCache, Int32[Array, "*dims"]]:
+    """The cache in which shared blocks have lost an owner for each time that they are named, and
+    the ids of those that have none left, once each; N instead of the others."""
+    assert cache.shared is not None
+    n, owners = cache.num_blocks, cache.shared.at[ids].add(-1, mode="drop")
+    gone = owners.at[ids].get(mode="fill", fill_value=0) < 0
+    # Where all owners go at once a block is named several times, and the last one stands for it:
+    # each leaves its mark, in the counts themselves.
+    mark = -2 - jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+    these = jnp.where(gone, ids, n)
+    owners = owners.at[these].min(mark, mode="drop")
+    once = gone & (owners.at[ids].get(mode="fill", fill_value=0) == mark)
+    cache = dataclasses.replace(cache, shared=owners.at[these].set(0, mode="drop"))
+    return cache, jnp.where(once, ids, n)
+
+
+def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
     return dataclasses.replace(
         cache,
-        free=cache.free.at[ids].set(free, mode="drop"),
         metric=cache.metric.at[ids].set(0.0, mode="drop"),
         position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
         state=jax.tree.map(lambda plane: plane.at[ids].set(0, mode="drop"), cache.state),

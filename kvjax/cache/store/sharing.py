@@ -13,13 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 from kvjax.cache.store.counting import running_count
-from kvjax.cache.store.paged import (
-    PagedCache,
-    claim,
-    drop_blocks,
-    free_blocks,
-    nth_free,
-)
+from kvjax.cache.store.paged import PagedCache, claim, drop_blocks, free_blocks
 from kvjax.cache.store.shard import agreed
 
 COPIED_AT_ONCE = 64
@@ -90,7 +84,7 @@ def unshare(
     ok = agreed(cache.shard, count + spare <= free_blocks(cache))
     rank = (running_count(flat) - flat).reshape(wants.shape)
     wants &= ok
-    new = jnp.where(wants, nth_free(cache.free, rank), n)
+    new = jnp.where(wants, cache.free.peek(rank), n)
     old = jnp.where(wants, table, n)
     size = -(-flat.shape[0] // COPIED_AT_ONCE) * COPIED_AT_ONCE
     at = jnp.where(wants, rank, size).reshape(-1)
@@ -115,14 +109,21 @@ def unshare_slots(
     return dataclasses.replace(cache, block_table=table), ok
 
 
-def ragged(
-    cache: PagedCache, context_len: Int32[Array, "*heads"], grows: Bool[Array, "*#heads"]
-) -> Bool[Array, "*heads M"]:
-    """The table entries of partly filled last blocks, of the heads that grow."""
+def unshare_last(
+    cache: PagedCache,
+    table: Int32[Array, "*heads M"],
+    context_len: Int32[Array, "*heads"],
+    grows: Bool[Array, "*#heads"],
+    spare: Int[Array, ""],
+) -> tuple[PagedCache, Int32[Array, "*heads M"], Bool[Array, ""]]:
+    """Give the heads that grow copies of their last blocks, where these are partly filled and have
+    other owners; otherwise as `unshare`."""
     b = cache.block_size
-    column = jnp.arange(cache.max_blocks, dtype=jnp.int32)
-    # Where the last block is full, the entry behind it names none.
-    return (column == (context_len // b)[..., None]) & grows[..., None]
+    column = jnp.minimum(context_len // b, table.shape[-1] - 1)[..., None]
+    last = jnp.take_along_axis(table, column, axis=-1)
+    touched = (grows & (context_len % b > 0))[..., None]
+    cache, last, ok = unshare(cache, last, touched, spare)
+    return cache, jnp.put_along_axis(table, column, last, axis=-1, inplace=False), ok
 
 
 def _counted(cache: PagedCache) -> Int32[Array, " N"]:

@@ -98,9 +98,11 @@ class CacheSpec:
         return self.heads * self.blocks_per_head(tokens) * self.block_bytes
 
     def pool_bytes(self, num_blocks: int, sharing: bool = False) -> int:
-        """Bytes of a pool: its blocks, the free mask and, with `sharing`, counts of owners."""
-        counts = jnp.dtype("int32").itemsize if sharing else 0
-        return num_blocks * (self.block_bytes + jnp.dtype(bool).itemsize + counts)
+        """Bytes of a pool: its blocks, the stack of free ones and, with `sharing`, counts of
+        owners."""
+        number = jnp.dtype("int32").itemsize
+        beside = number * (1 + num_blocks * (2 if sharing else 1))
+        return num_blocks * self.block_bytes + beside
 
     def table_bytes(self, num_slots: int, max_blocks_per_head: int) -> int:
         """Bytes of the slots: block tables, context lengths and sequence lengths, int32."""

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.grow import grow
-from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, nth_free
+from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks
 from kvjax.cache.store.pool import scattered
 from kvjax.cache.store.shard import agreed
-from kvjax.cache.store.sharing import ragged, unshare
+from kvjax.cache.store.sharing import unshare_last
 
 
 def write_prompt(
@@ -154,10 +154,10 @@ def begin_append(
     ok = agreed(cache.shard, ok)
     table = cache.block_table
     if cache.shared is not None:
-        touched = ragged(cache, length, ok & active & there)
-        cache, table, copied = unshare(cache, table, touched, jnp.sum(needs_block))
+        grows = ok & active & there
+        cache, table, copied = unshare_last(cache, table, length, grows, jnp.sum(needs_block))
         ok &= copied
-    ids = jnp.where(ok & needs_block, nth_free(cache.free, rank), n)
+    ids = jnp.where(ok & needs_block, cache.free.peek(rank), n)
     cache = claim(cache, ids)
     slot, layer, head = jnp.indices(length.shape, sparse=True)
     column = jnp.where(ok & needs_block, length // b, big_m)
