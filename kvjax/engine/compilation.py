@@ -1,7 +1,6 @@
 """Compiled steps: which there are, how long each took, and how they outlive the process."""
 
 import dataclasses
-import functools
 import os
 import threading
 import time
@@ -59,12 +58,18 @@ class Step:
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self._function, self._options = function, options
+        self._jitted: Any = None
+        # Engines share steps: the first calls of two threads would jit twice, and trace twice.
+        self._once = threading.Lock()
 
-    @functools.cached_property
+    @property
     def jitted(self) -> Any:
         """The jitted function."""
-        options = compiler_options(jax.default_backend())
-        return jax.jit(self._function, compiler_options=options, **self._options)
+        with self._once:
+            if self._jitted is None:
+                options = compiler_options(jax.default_backend())
+                self._jitted = jax.jit(self._function, compiler_options=options, **self._options)
+        return self._jitted
 
     def __call__(self, *args: Any) -> Any:
         return self.jitted(*args)

@@ -120,18 +120,23 @@ def sample(
     logits = logits.astype(jnp.float32)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def draw(_):
+    drawn = state.temperature > 0
+    filtered = drawn & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))
+
+    def draw(filters: bool):
         scaled = logits / jnp.maximum(state.temperature, 1e-6)[:, None]
-        filtered = (state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)
-        scaled = lax.cond(jnp.any(filtered), lambda x: _filter(x, state), lambda x: x, scaled)
+        if filters:
+            scaled = _filter(scaled, state)
 
         def uniform(seed, at):
             return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), at))
 
-        drawn = _draw(jax.nn.softmax(scaled, axis=-1), jax.vmap(uniform)(state.seed, position))
-        return jnp.where(state.temperature > 0, drawn, greedy).astype(jnp.int32)
+        token = _draw(jax.nn.softmax(scaled, axis=-1), jax.vmap(uniform)(state.seed, position))
+        return jnp.where(drawn, token, greedy).astype(jnp.int32)
 
-    return lax.cond(jnp.any(state.temperature > 0), draw, lambda _: greedy, None)
+    # One choice of three: on GPUs the host waits for the device at each.
+    effort = jnp.any(drawn).astype(jnp.int32) + jnp.any(filtered)
+    return lax.switch(effort, [lambda: greedy, lambda: draw(False), lambda: draw(True)])
 
 
 def _draw(p: Float[Array, "S V"], uniform: Float[Array, " S"]) -> Int32[Array, " S"]:

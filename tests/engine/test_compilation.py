@@ -1,10 +1,12 @@
 """Compiled steps: what a request needs is compiled side by side, once, before it is needed."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,23 @@ def test_no_step_of_a_gpu_is_computed_twice_to_save_memory(platform, options, mo
     assert one.eval_shape(jnp.int32(1), 2).dtype == jnp.int32
     assert int(one.lower(jnp.int32(1), 2).compile()(jnp.int32(1))) == 3
     assert given == [options]
+
+
+def test_two_threads_jit_a_step_once(monkeypatch):
+    """Engines share the steps, and what one of them traced is there for the other."""
+    both, asked = threading.Barrier(2), []
+
+    def options(platform: str) -> None:
+        asked.append(platform)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+
+    monkeypatch.setattr(compilation, "compiler_options", options)
+    step = compilation.Step(lambda x: x)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: step.jitted, range(2))
+    assert one is other
+    assert len(asked) == 1
 
 
 def test_one_step_is_traced_at_a_time():
