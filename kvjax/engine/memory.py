@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -29,7 +30,7 @@ class MemoryPlan:
     pool: int
     """Keys, values, 8 bytes of metadata and the planes of methods per KV."""
     tables: int
-    """Block tables, context lengths, free mask and slot states."""
+    """Block tables, context lengths and slot states."""
     scratch: int
     """A prompt of `prefill_scratch` tokens with its metrics, and one more chunk."""
     workspace: int
@@ -89,8 +90,31 @@ def plan_memory(
     Raises:
         UserError: it does not fit, with the numbers; no codec stores that dtype.
     """
-    shape, slots, rows = model.config, config.max_batch, config.num_rows
-    leaves = jax.tree.leaves(model.params)
+    devices = 1 if dealing is None else dealing.devices
+    weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
+    limit = _limit(config, weights, devices)
+    return plan_sizes(
+        model.config, model.params, config, max_len, cache_dtype, planes, asked_again, dealing,
+        limit=limit,
+    )  # fmt: skip
+
+
+def plan_sizes(
+    shape: ModelConfig,
+    params: Any,
+    config: EngineConfig,
+    max_len: int,
+    cache_dtype: Codec | jax.typing.DTypeLike | None = None,
+    planes: Sequence[Plane] = (),
+    asked_again: int = 0,
+    dealing: Dealing | None = None,
+    *,
+    limit: int,
+) -> MemoryPlan:
+    """`plan_memory` of a model's shapes, for a device with `limit` bytes: that of the current mesh,
+    if it has an abstract one."""
+    slots, rows = config.max_batch, config.num_rows
+    leaves = jax.tree.leaves(params)
     weights = sum(_bytes_on_a_device(leaf) for leaf in leaves)
     codec = as_codec(cache_dtype, leaves[0].dtype)
     whole = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
@@ -105,10 +129,13 @@ def plan_memory(
     states = jax.eval_shape(lambda: init_slots(rows))
     tables = spec.table_bytes(rows, width)
     tables += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
-    # Rows of float32 logits with their sampling copies, activations of a chunk, one layer's
-    # attention over the scratch; a gathered copy of the tables of those that take part.
+    # Rows of float32 logits with their sampling copies, those of attention that a decode step keeps
+    # for its statistic, activations of a chunk, one layer's attention over the scratch; a gathered
+    # copy of the tables of those that take part.
+    heads_of_a_layer = spec.num_kv_heads
     workspace = (
         slots * shape.vocab_size * 4 * 3
+        + slots * heads_of_a_layer * shape.group_size * width * config.block_size * 4
         + chunk * (4 * shape.hidden_size + 3 * mlp) * leaves[0].dtype.itemsize
         + spec.attention_bytes(scratch_tokens)
         + tables
@@ -116,7 +143,6 @@ def plan_memory(
     if asked_again:
         # What some of a repetition's queries pay every key of the prompt.
         workspace += AT_ONCE * spec.num_kv_heads * shape.group_size * scratch_tokens * 4
-    limit = _limit(config, weights, devices)
     fixed = weights + scratch + tables + workspace
     if config.pool_tokens is not None:
         blocks = heads * spec.blocks_per_head(config.pool_tokens)
@@ -124,7 +150,7 @@ def plan_memory(
         blocks = config.pool_bytes // devices // spec.block_bytes
     else:
         most = rows * heads * width
-        blocks = min(most, max(0, limit - fixed) // spec.block_bytes, INT32_MAX)
+        blocks = min(most, spec.blocks_in(limit - fixed, config.sharing), INT32_MAX)
     pool = spec.pool_bytes(blocks, config.sharing)
     plan = MemoryPlan(
         weights, pool, tables, scratch, workspace, limit, blocks * devices, whole, devices
@@ -169,8 +195,9 @@ def pool_tokens_for(
     return min(whole, -(-budget // heads) + -(-growth // b) + 1) * b
 
 
-def _bytes_on_a_device(leaf: jax.Array) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def _bytes_on_a_device(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def _limit(config: EngineConfig, weights: int, devices: int) -> int:

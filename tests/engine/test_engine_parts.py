@@ -56,7 +56,8 @@ def test_the_plan_adds_up_and_refuses_what_does_not_fit(tiny_params):
     config = EngineConfig(max_batch=2, pool_tokens=100, block_size=4, prefill_scratch=2048)
     plan = plan_memory(model, config, 128, "float32")
     assert plan.num_blocks == 25 * HEADS
-    assert plan.pool == plan.num_blocks * (4 * (2 * 8 * 4 + 8) + 1)
+    # With an id per free block, and how many there are.
+    assert plan.pool == plan.num_blocks * (4 * (2 * 8 * 4 + 8) + 4) + 4
     parts = (plan.weights, plan.pool, plan.tables, plan.scratch, plan.workspace)
     assert plan.total == sum(parts)
     for text in ("weights", "pool of 150 blocks = 100 tokens"):
@@ -67,6 +68,16 @@ def test_the_plan_adds_up_and_refuses_what_does_not_fit(tiny_params):
     assert plan_memory(model, EngineConfig(max_batch=2), 128, "float32").pool_tokens == 2 * 128
     with pytest.raises(UserError, match="this does not fit"):
         plan_memory(model, EngineConfig(pool_tokens=10**10), 128, "float32")
+
+
+def test_logits_that_a_decode_step_keeps_are_planned_for(tiny_params):
+    """Of every query head, for as many KVs as a table can name."""
+    model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
+    config = EngineConfig(max_batch=2, pool_tokens=100, prefill_chunk=16, prefill_scratch=16)
+    short, long = (plan_memory(model, config, n, "float32") for n in (1024, 2048))
+    tables = 2 * HEADS * (1024 // 16) * 4
+    assert long.tables - short.tables == tables
+    assert long.workspace - short.workspace == tables + 2 * TINY.num_heads * 1024 * 4
 
 
 def test_a_repetition_behind_a_full_chunk_is_planned_for(tiny_params):

@@ -218,3 +218,17 @@ def test_a_pool_beyond_the_memory_is_refused(tiny_params, monkeypatch):
     )
     with pytest.raises(UserError, match=r"this does not fit: .*pool of 75,000 blocks"):
         plan_memory(model, EngineConfig(pool_tokens=200_000, **sizes), 256, "float32")
+
+
+@pytest.mark.parametrize("share", ["never", "always"])
+def test_a_pool_of_all_that_is_left_fits(tiny_params, monkeypatch, share):
+    """What lies beside the blocks, a number or two of each, is left room for."""
+    model = LoadedModel(TINY, tiny_params, tiny_tokenizer(), "")
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**8})
+    monkeypatch.setattr("jax.devices", lambda: [device])
+    sizes = EngineConfig(
+        max_batch=64, prefill_chunk=64, prefill_scratch=64, share_prefix=share
+    )  # fmt: skip
+    plan = plan_memory(model, sizes, 4096, "float32")
+    assert plan.num_blocks < sizes.num_rows * HEADS * 4096 // 16
+    assert plan.limit - plan.spec.block_bytes - 8 < plan.total <= plan.limit

@@ -101,8 +101,12 @@ class CacheSpec:
         """Bytes of a pool: its blocks, the stack of free ones and, with `sharing`, counts of
         owners."""
         number = jnp.dtype("int32").itemsize
-        beside = number * (1 + num_blocks * (2 if sharing else 1))
-        return num_blocks * self.block_bytes + beside
+        return number + num_blocks * (self.block_bytes + number * (2 if sharing else 1))
+
+    def blocks_in(self, size: int, sharing: bool = False) -> int:
+        """Most blocks of a pool that takes at most `size` bytes."""
+        nothing = self.pool_bytes(0, sharing)
+        return max(0, size - nothing) // (self.pool_bytes(1, sharing) - nothing)
 
     def table_bytes(self, num_slots: int, max_blocks_per_head: int) -> int:
         """Bytes of the slots: block tables, context lengths and sequence lengths, int32."""
