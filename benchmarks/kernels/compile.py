@@ -16,6 +16,7 @@ from kvjax.startup import guard
 
 guard(__name__)
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -132,7 +133,8 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
         if only in f"steps {method}":
             yield f"steps {method}", *decode_steps(target, method)
     if target == "h200" and only in LARGE_POOL:
-        large = decode_steps(target, "kv-compress-continual", layers=3, pool_bytes=75 * 10**9)
+        # Of which a few layers show what all do.
+        large = decode_steps(target, "kv-compress-continual", 3, 75 * 10**9, slots=256)
         yield LARGE_POOL, *large
 
 
@@ -145,10 +147,14 @@ def received_from_last(window_metrics: Callable, q, k):
 
 
 def decode_steps(
-    target: str, method: str, layers: int | None = None, pool_bytes: int | None = None
+    target: str,
+    method: str,
+    layers: int | None = None,
+    pool_bytes: int | None = None,
+    slots: int = 16,
 ) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """The engine's decode loop: 16 sequences of up to 1024 KVs per head; 256 where a pool is given,
-    of which a few layers show what all do."""
+    """The engine's decode loop: sequences of up to 1024 KVs per head, in a pool that holds them all
+    or has a given size."""
     import jax
     import jax.numpy as jnp
 
@@ -160,7 +166,7 @@ def decode_steps(
 
     model = get_model_entry("llama3.1-8b" if target == "h200" else "qwen2.5-1.5b").config
     model = model if layers is None else dataclasses.replace(model, num_layers=layers)
-    heads, slots, blocks_per_head = model.num_kv_heads, 16 if pool_bytes is None else 256, 64
+    heads, blocks_per_head = model.num_kv_heads, 64
     blocks = slots * model.num_layers * heads * blocks_per_head
     if pool_bytes is not None:
         blocks = pool_bytes // (16 * (4 * model.head_dim + 8))
@@ -191,6 +197,8 @@ def in_its_place(device):
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh
 
+    if device.platform == "cpu":
+        return contextlib.nullcontext()
     gpu = device.platform in ("gpu", "cuda")
     kind = "NVIDIA H200" if gpu else device.device_kind
     abstract = AbstractDevice(kind, 132 if gpu else 1, "gpu" if gpu else "tpu")
