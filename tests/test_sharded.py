@@ -9,7 +9,11 @@ import pytest
 
 FOLDER = Path(__file__).parent / "sharded"
 DEVICES = 4
-FILES = sorted(path.stem for path in FOLDER.glob("test_*.py"))
+SLOW = {"test_smollm2"}
+FILES = [
+    pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW))
+    for path in sorted(FOLDER.glob("test_*.py"))
+]
 
 
 @pytest.mark.parametrize("which", FILES)

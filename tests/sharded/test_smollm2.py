@@ -1,0 +1,41 @@
+"""A real model with three KV heads per layer says on two and three devices what it says on one."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvjax.cache import CompressionConfig
+from kvjax.engine import LLM, EngineConfig, SamplingParams
+from kvjax.models import LoadedModel, load_model
+
+TEXT = "The lighthouse keeper counted the ships that passed in the night, one by one. " * 12
+SIZES = EngineConfig(
+    max_batch=1, max_len=256, prefill_chunk=192, prefill_scratch=192, pool_tokens=512
+)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path: Path) -> LoadedModel:
+    return load_model("smollm2-135m", weights=smollm2_path)
+
+
+@pytest.mark.parametrize("method", ["kv-compress"])
+def test_same_tokens_and_same_kvs_as_on_one_device(model, method):
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    prompt = model.tokenizer.encode(TEXT)[:180]
+    found = []
+    for devices in (1, 2, 3):
+        sizes = dataclasses.replace(SIZES, tensor_parallel=devices)
+        llm = LLM(model, CompressionConfig(method=method, rate=4, floor=16), sizes)
+        llm.add_request(prompt, sampling, report_kept=True)
+        while llm.has_unfinished():
+            found += [output for output in llm.step() if output.finished]
+    one, *others = found
+    assert one.error is None
+    assert 2 < len(prompt) / np.mean(one.stats.kept) < 8
+    for several in others:
+        assert several.token_ids == one.token_ids
+        np.testing.assert_array_equal(several.stats.kept, one.stats.kept)
+        np.testing.assert_array_equal(several.stats.kept_tokens, one.stats.kept_tokens)
