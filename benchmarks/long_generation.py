@@ -96,14 +96,13 @@ class Runner:
     """A model, its generations, and what the full cache makes of them."""
 
     def __init__(self, model: Any, artefacts: dict[str, Any], made: list[Generation], every: int):
-        import jax
-
         from kvjax.cache import CacheSpec, as_codec
+        from kvjax.models.decoder import activation_dtype
         from kvjax.models.rope import rope_artefacts
 
         self.model, self.made, self.every = model, made, every
         self.artefacts = {**artefacts, **rope_artefacts(model.config)}
-        codec = as_codec(None, jax.tree.leaves(model.params)[0].dtype)
+        codec = as_codec(None, activation_dtype(model.params))
         self.spec = CacheSpec.of(model.config, codec)
         self.fed = max(len(g.said) for g in made)
 

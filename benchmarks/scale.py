@@ -2,6 +2,7 @@
 
     python -m benchmarks.scale                                 # 70B, 128 k prompts, 1,000 sequences
     python -m benchmarks.scale --model llama3.1-8b --devices 1 --sequences 90 --prompt-len 6000
+    python -m benchmarks.scale --devices 1 --weight-dtype float8_e4m3fn --sequences 100
 
 Weights, KV heads, their blocks and their tables are split over the devices; tokens, lengths of
 sequences and sampling are replicated. Nothing is run: the numbers follow from the shapes that
@@ -13,12 +14,14 @@ from kvjax.startup import guard
 guard(__name__)
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
 
 from kvjax.checks import check_number
 from kvjax.cli import ArgumentParser, run_script
+from kvjax.cli.models import DTYPES, WEIGHT_DTYPES
 from kvjax.errors import UserError
 
 MOST = 1e12
@@ -37,13 +40,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rate", type=float, default=64.0, help="compression rate (%(default)s)")
     add("--prefill-chunk", type=int, default=8192, help="(%(default)s tokens)")
     add("--block-size", type=int, default=16, help="(%(default)s)")
-    add("--weight-bytes", type=float, default=2.0, help="per parameter (%(default)s)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (%(default)s)")
+    add("--weight-dtype", choices=WEIGHT_DTYPES, help="of matrices and embeddings (--dtype)")
     add("--kv-bytes", type=int, default=2, help="per element of the pool (%(default)s)")
     add("--longest-head", type=float, default=8.0,
         help="most KVs of a head, in multiples of the mean it keeps (%(default)s)")  # fmt: skip
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
-        if not isinstance(value, str):
+        if isinstance(value, int | float):
             check_number(f"--{name.replace('_', '-')}", value, 0, MOST, above=True)
     return options
 
@@ -58,6 +62,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     from kvjax.models.decoder import abstract_params
 
     model = get_model_entry(options.model).config
+    model = dataclasses.replace(model, weight_dtype=options.weight_dtype)
     layers, kv_heads, d = model.num_layers, model.num_kv_heads, model.head_dim
     spec = CacheSpec.of(model, _elements(options.kv_bytes), options.block_size)
     devices, b, slots = options.devices, options.block_size, options.sequences
@@ -66,9 +71,8 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
             f"--devices {devices}: {options.model} has {kv_heads} KV heads; give a divisor of that"
         )
     here = layers * kv_heads // devices
-    parameters = sum(
-        int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(model, np.float32))
-    )
+    leaves = jax.tree.leaves(abstract_params(model, options.dtype))
+    weights = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
     cap = cache_cap(options.prompt_len, options.rate, b)
     budget = budget_blocks(cap, layers, kv_heads, b)
     # One more block per head is not full yet while a sequence decodes.
@@ -81,7 +85,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     hidden = model.hidden_size
     activations = options.prefill_chunk * (6 * hidden + 3 * model.intermediate_size // devices)
     per_device = {
-        "weights": int(parameters * options.weight_bytes / devices),
+        "weights": weights // devices,
         "pool, keys and values": blocks // devices * b * spec.kv_bytes,
         "pool, metric and position": blocks // devices * b * spec.number_bytes,
         "free blocks": (1 + blocks // devices) * 4,
@@ -105,7 +109,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
         "sequences": slots,
         "prompt_len": options.prompt_len,
         "rate": options.rate,
-        "parameters": parameters,
+        "weight_bytes": weights,
         "cap_tokens": cap,
         "budget_blocks": budget,
         "pool_blocks_per_device": blocks // devices,

@@ -18,6 +18,7 @@ CALIBRATES_ITSELF = (10**7, 10**9)
 """Parameters of models that are calibrated at first use: toys have nothing to predict, and with
 larger ones a CPU takes long (others do not)."""
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_DTYPES = ("int8", "float8_e4m3fn")
 
 
 def add_model_options(
@@ -36,7 +37,9 @@ def add_model_options(
         "--weights", help="folder (safetensors), GGUF file, Orbax checkpoint, or hub id"
     )
     if files_only:
-        parser.set_defaults(dummy_weights=False, dtype="float32", context_length=None)
+        parser.set_defaults(
+            dummy_weights=False, dtype="float32", weight_dtype=None, context_length=None
+        )
         return
     parser.add_argument(
         "--dummy-weights", action="store_true", help="random weights of the true shapes"
@@ -44,8 +47,18 @@ def add_model_options(
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of weights and cache (float32 on CPU, else bfloat16)"
     )
+    add_weight_dtype_option(parser)
     parser.add_argument(
         "--context-length", type=int, help="most tokens, instead of the model's own limit"
+    )
+
+
+def add_weight_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that says how many bits weights have."""
+    parser.add_argument(
+        "--weight-dtype",
+        choices=WEIGHT_DTYPES,
+        help="of matrices and embeddings, with a scale for each output (--dtype)",
     )
 
 
@@ -160,17 +173,21 @@ def load_chosen_model(
     from kvjax.models import load_model
 
     startup.started()
+    split = None
     if getattr(options, "tensor_parallel", 1) > 1:
-        from kvjax.engine.parallel import check_there
+        from kvjax.engine.parallel import check_there, split_of
 
         # Before anything slow.
         check_there(options.tensor_parallel)
+        split = split_of(options.tensor_parallel, getattr(options, "calibration", "auto"))
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = load_model(
         options.model,
         weights=options.weights,
         dummy_weights=options.dummy_weights,
         dtype=dtype,
+        weight_dtype=options.weight_dtype,
         progress=progress,
+        split=split,
     )
     return model, dtype

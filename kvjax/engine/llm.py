@@ -25,7 +25,7 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.needs import needs_of, sharing
-from kvjax.engine.parallel import Parallel
+from kvjax.engine.parallel import Parallel, split_of
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import request_tokens
@@ -82,9 +82,11 @@ class LLM:
             UserError: what is asked for does not fit the device's memory, with the numbers; no
                 codec stores that dtype; the calibration is no such file, or of another model.
         """
-        self.model = load_model(model) if isinstance(model, str) else model
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
+        if isinstance(model, str):
+            model = load_model(model, split=split_of(self.config.tensor_parallel, calibration))
+        self.model = model
         self.max_len = self.config.max_len or self.model.config.max_position_embeddings
         named = [as_method(m) for m in (self.compression.method, *self.config.methods)]
         if calibration != AUTO or any(method.calibrated for method in named):
@@ -98,8 +100,12 @@ class LLM:
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
         again = request_tokens(self.model.tokenizer) if any(m.repeats for m in methods) else ()
         load = None if found is None else found.arrays.get(HEAD_LOAD)
-        parallel = Parallel.of(self.model.config, self.config.tensor_parallel, methods, load)
-        params = self.model.params if parallel is None else parallel.split(self.model.params)
+        split, params = self.model.split, self.model.params
+        dealing = None if split is None else split.dealing
+        devices = self.config.tensor_parallel
+        parallel = Parallel.of(self.model.config, devices, methods, load, dealing)
+        if parallel is not None and split is None:
+            params = parallel.split(params)
         self.plan: MemoryPlan = plan_memory(
             self.model if parallel is None else dataclasses.replace(self.model, params=params),
             self.config,

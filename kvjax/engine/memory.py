@@ -16,6 +16,7 @@ from kvjax.engine.decode import init_slots
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import activation_dtype
 from kvjax.models.parallel import Dealing
 
 CPU_FRACTION = 0.5
@@ -81,7 +82,7 @@ def plan_memory(
         config: sizes; see `EngineConfig` for how the pool is sized.
         max_len: most tokens of a sequence.
         cache_dtype: what keys and values are stored in, or the codec that stores them; by default
-            the dtype of the weights.
+            the dtype of the activations.
         planes: further numbers per KV that the pool has room for.
         asked_again: tokens of the request to repeat a prompt, where a method has it repeated: they
             run before a chunk of it, behind the whole prompt.
@@ -114,9 +115,9 @@ def plan_sizes(
     """`plan_memory` of a model's shapes, for a device with `limit` bytes: that of the current mesh,
     if it has an abstract one."""
     slots, rows = config.max_batch, config.num_rows
-    leaves = jax.tree.leaves(params)
-    weights = sum(_bytes_on_a_device(leaf) for leaf in leaves)
-    codec = as_codec(cache_dtype, leaves[0].dtype)
+    weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(params))
+    dtype = activation_dtype(params)
+    codec = as_codec(cache_dtype, dtype)
     whole = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
     spec, devices, heads, mlp = whole, 1, whole.heads, shape.intermediate_size
     if dealing is not None:
@@ -136,7 +137,7 @@ def plan_sizes(
     workspace = (
         slots * shape.vocab_size * 4 * 3
         + slots * heads_of_a_layer * shape.group_size * width * config.block_size * 4
-        + chunk * (4 * shape.hidden_size + 3 * mlp) * leaves[0].dtype.itemsize
+        + chunk * (4 * shape.hidden_size + 3 * mlp) * dtype.itemsize
         + spec.attention_bytes(scratch_tokens)
         + tables
     )

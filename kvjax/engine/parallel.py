@@ -7,30 +7,34 @@ a cache that says which heads it has (`kvjax.cache.store.HeadShard`).
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import PagedCache, init_cache
-from kvjax.cache.calibration import HEAD_LOAD
+from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy import Method, Observer, Scores
 from kvjax.cache.store import HeadShard
+from kvjax.engine.calibrate import shelf
 from kvjax.engine.compilation import StepName
 from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport
 from kvjax.engine.prefill import PromptKV, empty_prompt
 from kvjax.engine.steps import FUNCTIONS, StepFunction
 from kvjax.errors import UserError
+from kvjax.models import DUMMY, LoadedModel
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import is_stacked, logical_axes
 from kvjax.models.parallel import (
     Dealing,
     ModelShard,
+    Split,
     deal,
     deal_query_heads,
     spec_of,
@@ -65,9 +69,7 @@ class Parallel:
         """
         _check_devices(model, dealing.devices)
         self.model, self.dealing, self.size = model, dealing, dealing.devices
-        self.mesh = jax.make_mesh(
-            (self.size,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[: self.size]
-        )
+        self.mesh = _mesh(self.size)
         self.local = ModelShard.of(model, dealing.places, self.size, AXIS)
         """What each device has of the model."""
         self._head_axes = {}
@@ -83,6 +85,7 @@ class Parallel:
         devices: int,
         methods: Iterable[Method],
         load: np.ndarray | None = None,
+        dealing: Dealing | None = None,
     ) -> "Parallel | None":
         """A model on so many devices; None for a single one.
 
@@ -91,31 +94,29 @@ class Parallel:
             devices: how many.
             methods: those that requests may bring.
             load: the calibrated array `HEAD_LOAD`, by which heads are dealt; by default evenly.
+            dealing: how they are dealt already, if they are.
 
         Raises:
-            UserError: there are not as many devices, or one of the methods needs a single one.
+            UserError: there are not as many devices, or one of the methods needs a single one; the
+                model is dealt to another number of them.
         """
+        if dealing is not None and dealing.devices != devices:
+            raise UserError(
+                f"tensor_parallel {devices}: the weights were dealt to {dealing.devices} devices "
+                "when they were read; load the model again"
+            )
         if devices == 1:
             return None
         for method in methods:
             check_method(method, devices)
-        _check_devices(model, devices)
-        shape = (model.num_layers, model.num_kv_heads)
-        if load is None:
-            return cls(model, Dealing.even(*shape, devices), methods)
-        if load.shape != shape or not (load >= 0).all():
-            raise UserError(
-                f"calibrated array {HEAD_LOAD}: wanted a number from 0 on for each of {shape[0]} "
-                f"layers and {shape[1]} KV heads"
-            )
-        return cls(model, Dealing.by_load(np.asarray(load, np.float64), devices), methods)
+        return cls(model, dealing or _dealing(model, devices, load), methods)
 
     # What lies on the devices
 
     def split(self, params: nnx.State) -> nnx.State:
         """The whole model's parameters, dealt to the devices."""
         axes = logical_axes(self.model, is_stacked(params))
-        return split_params(params, axes, self.dealing, self.mesh)
+        return split_params(params, axes, Split(self.dealing, self.mesh))
 
     def artefacts(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Calibrated arrays, those by head dealt as the heads are."""
@@ -255,6 +256,48 @@ class Parallel:
             "compress": (lambda out: (out[0], out[1][:, None]), (cache, _BY_HEAD)),
             "kept": (_as_is, _BY_HEAD),
         }
+
+
+def split_of(
+    devices: int, calibration: Calibration | str | os.PathLike[str] | None = shelf.AUTO
+) -> Callable[[LoadedModel], Split | None]:
+    """How a model's weights are to lie on so many devices, for `load_model` to deal as it reads.
+
+    Heads are dealt by the load of the model's calibration, if it is there.
+
+    What is returned raises `UserError` as `Parallel.of` does, or where there is no such file.
+    """
+
+    def lies(model: LoadedModel) -> Split | None:
+        if devices == 1:
+            return None
+        if model.source == DUMMY:
+            found = None  # none is of random weights
+        elif calibration == shelf.AUTO:
+            found = shelf.find(model)
+        else:
+            found = shelf.load(calibration, model)
+        load = None if found is None else found.arrays.get(HEAD_LOAD)
+        return Split(_dealing(model.config, devices, load), _mesh(devices))
+
+    return lies
+
+
+def _dealing(model: ModelConfig, devices: int, load: np.ndarray | None) -> Dealing:
+    _check_devices(model, devices)
+    shape = (model.num_layers, model.num_kv_heads)
+    if load is None:
+        return Dealing.even(*shape, devices)
+    if load.shape != shape or not (load >= 0).all():
+        raise UserError(
+            f"calibrated array {HEAD_LOAD}: wanted a number from 0 on for each of {shape[0]} "
+            f"layers and {shape[1]} KV heads"
+        )
+    return Dealing.by_load(np.asarray(load, np.float64), devices)
+
+
+def _mesh(devices: int) -> Mesh:
+    return jax.make_mesh((devices,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def check_there(devices: int) -> None:

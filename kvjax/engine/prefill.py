@@ -20,7 +20,7 @@ from kvjax.cache.policy import LayerView, Observer, Scores
 from kvjax.cache.store import unshare
 from kvjax.kernels import Prefix, prefill_attention, prefill_attention_with_log_sum
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import forward, logits
+from kvjax.models.decoder import activation_dtype, forward, logits
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -347,7 +347,7 @@ def _scratch(
     before: Before | None,
 ) -> tuple[Array, Array, Scores]:
     """Room for the keys, values and scores of all layers, filled layer by layer in place."""
-    dtype = jax.tree.leaves(params)[0].dtype
+    dtype = activation_dtype(params)
     heads, d = config.num_kv_heads, config.head_dim
     kv = jnp.zeros((config.num_layers, num_tokens, heads, d), dtype)
     held = 0 if before is None else before.size

@@ -19,6 +19,7 @@ from kvjax.engine.prefill import PromptKV, chunk_scores
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import is_stacked
+from kvjax.models.family import scale_of
 from kvjax.models.tokenizer import Tokenizer
 
 REQUEST = "Repeat the previous context exactly."
@@ -105,8 +106,13 @@ def scorer_behind(scorer: Any, request: Sequence[int]) -> Repeated:
 def repeat_artefacts(config: ModelConfig, params: nnx.State) -> dict[str, Array]:
     """The arrays that `Repeated` reads beside the parameters, where it weighs attention."""
     layers: Any = params["layers"]
+
+    def whole(layer: Any) -> Array:
+        out, scale = layer["out"][...], layer.get(scale_of("out"))
+        return out if scale is None else out * scale[...][..., None, None, None, :]
+
     if is_stacked(params):
-        out = layers["out"][...]
+        out = whole(layers)
     else:
-        out = jnp.stack([layers[i]["out"][...] for i in range(config.num_layers)])
+        out = jnp.stack([whole(layers[i]) for i in range(config.num_layers)])
     return {OUTPUT_GRAM: output_grams(out)}

@@ -30,6 +30,7 @@ from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
 from kvjax.engine.steps import ON_ONE_DEVICE
 from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import activation_dtype
 from kvjax.models.rope import rope_artefacts
 
 GRAIN = 128
@@ -252,7 +253,7 @@ class Worker:
     def scratch_maker(self, job: PromptJob) -> Callable[[], prefill.PromptKV]:
         """What makes room for all chunks of a job."""
         room = len(job.chunks) * self.bucket(job.chunks)
-        dtype = jax.tree.leaves(self.params)[0].dtype
+        dtype = activation_dtype(self.params)
         if self.parallel is not None:
             return self.parallel.prompt_maker(self._observer(job), room, dtype)
         return functools.partial(prefill.empty_prompt, self.model, self._observer(job), room, dtype)

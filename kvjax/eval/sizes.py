@@ -8,6 +8,7 @@ from kvjax.cache import CacheSpec, as_codec, budget_blocks
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
+from kvjax.models.decoder import activation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: in
 
 def cache_spec(model: LoadedModel, block_size: int = 16) -> CacheSpec:
     """What a cache keeps of a model's KVs: as they are computed."""
-    codec = as_codec(None, jax.tree.leaves(model.params)[0].dtype)
+    codec = as_codec(None, activation_dtype(model.params))
     return CacheSpec.of(model.config, codec, block_size)
 
 

@@ -10,17 +10,22 @@ import os
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from flax import nnx
 
 from kvjax.errors import UserError
 from kvjax.models.config import MODELS, ModelConfig, get_model_entry
-from kvjax.models.decoder import forward, init_params, logits
+from kvjax.models.decoder import forward, init_params, is_stacked, logical_axes, logits
 from kvjax.models.fingerprint import model_hash
 from kvjax.models.hub import resolve_weights
+from kvjax.models.parallel import Split, join_params
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
-from kvjax.models.weights import load_params
+from kvjax.models.weights import checkpoint_config, checkpoint_hash, load_params
+from kvjax.models.weights.placement import dummies
 
 DEFAULT_MODEL = "smollm2-135m"
+DUMMY = "dummy weights"
+"""Source of random weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +37,24 @@ class LoadedModel:
     tokenizer: Tokenizer
     source: str
     """Where the weights came from; "dummy weights" for random ones."""
+    hashed: Callable[[], str] | None = None
+    """What tells the fingerprint where it is not that of `params`: they have fewer bits than the
+    checkpoint, or lie on several devices."""
+    split: Split | None = None
+    """How `params` lie on several devices, if they do."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """See `model_hash`; computed once."""
-        return model_hash(self.config, self.params)
+        return self.hashed() if self.hashed else model_hash(self.config, self.whole().params)
+
+    def whole(self) -> "LoadedModel":
+        """The same with its weights on one device."""
+        if self.split is None:
+            return self
+        axes = logical_axes(self.config, is_stacked(self.params))
+        params = join_params(self.params, axes, self.config, self.split.dealing)
+        return dataclasses.replace(self, params=jax.tree.map(jax.device_put, params), split=None)
 
 
 def stacks_layers(platform: str) -> bool:
@@ -54,8 +72,10 @@ def load_model(
     weights: str | os.PathLike[str] | None = None,
     dummy_weights: bool = False,
     dtype: jax.typing.DTypeLike = "float32",
+    weight_dtype: str | None = None,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
+    split: Callable[[LoadedModel], Split | None] | None = None,
 ) -> LoadedModel:
     """Load a model by name, from its weights, or both.
 
@@ -66,8 +86,11 @@ def load_model(
         dummy_weights: random weights of the true shapes; a tokenizer is used if `weights` has one,
             else every byte of a text is a token.
         dtype: of the weights and activations.
+        weight_dtype: of matrices and embeddings alone, int8 or float8_e4m3fn: what
+            `kvjax.models.narrow` says.
         seed: of the dummy weights.
         progress: called with what is being done, and how much of it is done in bytes.
+        split: says how the weights are to lie on several devices, of the model without them.
 
     Raises:
         UserError: unknown name; weights that are missing, damaged or do not fit the model.
@@ -79,8 +102,14 @@ def load_model(
     if dummy_weights:
         assert config is not None
         tokenizer = ByteTokenizer() if weights is None else Tokenizer.from_path(weights)
-        params = init_params(config, dtype, seed, stacked=stacked)
-        return LoadedModel(config, params, tokenizer, "dummy weights")
+        config = dataclasses.replace(config, weight_dtype=weight_dtype)
+        model = LoadedModel(config, nnx.State({}), tokenizer, DUMMY)
+        lies = None if split is None else split(model)
+        if lies is None:
+            params = init_params(config, dtype, seed, stacked=stacked)
+        else:
+            params = dummies(config, np.dtype(dtype), seed, stacked, lies)
+        return dataclasses.replace(model, params=params, split=lies)
     path = resolve_weights(name or DEFAULT_MODEL, weights, progress)
     try:
         tokenizer = Tokenizer.from_path(path)
@@ -88,8 +117,17 @@ def load_model(
         # What is no checkpoint has no tokenizer either: then that is what there is to say.
         load_params(path, config, dtype, stacked=stacked)
         raise
-    config, params = load_params(path, config, dtype, progress, stacked=stacked)
-    return LoadedModel(config, params, tokenizer, str(path))
+    hashed, lies = functools.partial(checkpoint_hash, path, dtype=dtype), None
+    if split is not None:
+        found = checkpoint_config(path, config, weight_dtype)
+        told = functools.partial(hashed, found)
+        lies = split(LoadedModel(found, nnx.State({}), tokenizer, str(path), told))
+    config, params = load_params(
+        path, config, dtype, progress, weight_dtype=weight_dtype, stacked=stacked, shardings=lies
+    )
+    same = weight_dtype is None and lies is None
+    own = None if same else functools.partial(hashed, config)
+    return LoadedModel(config, params, tokenizer, str(path), own, lies)
 
 
 __all__ = [

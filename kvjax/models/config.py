@@ -8,8 +8,11 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvjax.checks import INT32_MAX, check_flag, check_number, check_whole
+from kvjax.checks import INT32_MAX, check_flag, check_number, check_whole, shown
 from kvjax.errors import UserError
+
+WEIGHT_DTYPES = ("int8", "float8_e4m3fn")
+"""What matrices can be stored in beside the dtype of the activations, see `kvjax.models.narrow`."""
 
 # Far above any model there is, and low enough that no product of them overflows.
 _MOST = {
@@ -61,8 +64,9 @@ class ModelConfig:
     """Shape and constants of one model (hashable: a static argument).
 
     ``attention_bias`` means biases on q, k and v only, as Qwen2 has them. ``rope_scaling`` is
-    None for plain RoPE. ``family`` is a key of ``kvjax.models.families.FAMILIES``. Raises
-    UserError for values that no model can have.
+    None for plain RoPE. ``family`` is a key of ``kvjax.models.families.FAMILIES``. ``weight_dtype``
+    is what its matrices are stored in (`WEIGHT_DTYPES`), None for the dtype of
+    the activations. Raises UserError for values that no model can have.
     """
 
     name: str
@@ -80,6 +84,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     family: str = "llama"
+    weight_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -89,6 +94,11 @@ class ModelConfig:
         check_number("rms_norm_eps", self.rms_norm_eps, 0, 1, above=True)
         for name in ("tie_word_embeddings", "attention_bias"):
             check_flag(name, getattr(self, name))
+        if self.weight_dtype is not None and self.weight_dtype not in WEIGHT_DTYPES:
+            raise UserError(
+                f"weight_dtype {shown(self.weight_dtype)}: give one of {', '.join(WEIGHT_DTYPES)}, "
+                "or none"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads ({self.num_heads}) must be a multiple of "

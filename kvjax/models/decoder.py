@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.kernels import device
 from kvjax.models.config import ModelConfig
 from kvjax.models.families import family_of
-from kvjax.models.family import Attend, Layer, Model
+from kvjax.models.family import Attend, Layer, Model, stored
 from kvjax.models.rope import rope_angles
 
 
@@ -34,7 +34,10 @@ def _build(config: ModelConfig, dtype: DTypeLike, seed: Array | int, stacked: bo
 
 
 def abstract_params(config: ModelConfig, dtype: DTypeLike, stacked: bool = True) -> nnx.State:
-    """The parameters as ``jax.ShapeDtypeStruct`` leaves of ``dtype``; nothing is allocated."""
+    """The parameters as ``jax.ShapeDtypeStruct`` leaves; nothing is allocated.
+
+    They are of ``dtype``, but for matrices of `ModelConfig.weight_dtype`.
+    """
     return jax.eval_shape(lambda: _build(config, dtype, 0, stacked))
 
 
@@ -53,14 +56,19 @@ def logical_axes(config: ModelConfig, stacked: bool = True) -> dict[tuple[str | 
     """Path of every parameter -> the names of its axes (``layers`` first when stacked)."""
     family = family_of(config)
     axes: dict[tuple[str | int, ...], tuple] = {
-        (name,): spec.axes for name, spec in family.table(config).items()
+        (name,): spec.axes for name, spec in stored(family.table(config), config).items()
     }
-    for name, spec in family.layer_class.table(config).items():
+    for name, spec in stored(family.layer_class.table(config), config).items():
         if stacked:
             axes[("layers", name)] = ("layers", *spec.axes)
         else:
             axes.update({("layers", i, name): spec.axes for i in range(config.num_layers)})
     return axes
+
+
+def activation_dtype(params: nnx.State) -> np.dtype:
+    """The dtype of the residual stream, of queries, keys and values."""
+    return jax.tree.leaves(params["final_norm"])[0].dtype
 
 
 def is_stacked(params: nnx.State) -> bool:
@@ -105,7 +113,7 @@ def forward[Carry](
 
     Args:
         config: the model (static).
-        params: as ``abstract_params(config, dtype)`` describes them, stacked or not; their dtype
+        params: as ``abstract_params(config, dtype)`` describes them, stacked or not; that dtype
             is the dtype of the residual stream.
         tokens: token ids.
         positions: position of each token in its sequence; queries and keys are rotated by it.

@@ -9,6 +9,7 @@ these follow dummy weights, shardings (`kvjax.models.decoder`) and what the load
 config.json says, stands in `kvjax.models.architectures`.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
+from kvjax.models.narrow import MOST
 
 
 @runtime_checkable
@@ -65,6 +67,9 @@ class ParamSpec:
         tensors: the checkpoint tensors that fill it.
         inputs: how many of its first axes are those that a matrix multiplies by: it lies in the
             file as [other axes, these]. 0 for what lies there as it is.
+        rows: whether it is a table of rows, which a product takes for its outputs.
+        dtype: of what is stored; None for that of the activations.
+        value: initial value where there is no `std`.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +78,16 @@ class ParamSpec:
     index: int
     tensors: tuple[CheckpointTensor, ...]
     inputs: int = 0
+    rows: bool = False
+    dtype: str | None = None
+    value: float = 1.0
+
+    @property
+    def outputs(self) -> slice | None:
+        """The axes of a matrix that are the outputs of a product; None for what is no matrix."""
+        if self.inputs:
+            return slice(self.inputs, None)
+        return slice(0, 1) if self.rows else None
 
     def init(self, dtype: DTypeLike, seed: Array | int, layer: Array | int) -> Array:
         """Initial values, uniform with standard deviation ``std``.
@@ -81,7 +96,7 @@ class ParamSpec:
         a buffer of random bits beside them, and each shard of a mesh can make its own part.
         """
         if self.std is None:
-            return jnp.ones(self.shape, dtype)
+            return jnp.full(self.shape, self.value, dtype)
         bits = jnp.uint32(self.index)
         for salt in (jnp.asarray(seed), jnp.asarray(layer)):
             bits = _mix(bits * jnp.uint32(0x85157AF5) + salt.astype(jnp.uint32))
@@ -90,7 +105,31 @@ class ParamSpec:
             bits = _mix(bits + coordinate * jnp.uint32(0x9E3779B1))
         # The upper 24 bits fill a f32 in [-1, 1) exactly.
         unit = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-23) - jnp.float32(1.0)
+        if self.dtype is not None:
+            number = unit * jnp.float32(MOST[self.dtype])
+            return (jnp.round(number) if self.dtype == "int8" else number).astype(self.dtype)
         return (unit * jnp.float32(self.std * math.sqrt(3.0))).astype(dtype)
+
+
+def stored(table: dict[str, ParamSpec], config: ModelConfig) -> dict[str, ParamSpec]:
+    """The parameters of a table, where matrices of few bits have their scales beside them."""
+    dtype = config.weight_dtype
+    if dtype is None:
+        return table
+    found = {}
+    for name, spec in table.items():
+        found[name] = spec
+        if (outputs := spec.outputs) is not None and spec.std is not None:
+            found[name] = dataclasses.replace(spec, dtype=dtype)
+            value = spec.std * math.sqrt(3.0) / MOST[dtype]
+            shape, axes = spec.shape[outputs], spec.axes[outputs]
+            found[scale_of(name)] = ParamSpec(shape, axes, None, spec.index, (), value=value)
+    return found
+
+
+def scale_of(name: str) -> str:
+    """What the scales of a matrix are called."""
+    return f"{name}_scale"
 
 
 def _mix(x: Array) -> Array:
@@ -106,7 +145,7 @@ class Layer(nnx.Module):
     def __init__(
         self, config: ModelConfig, dtype: DTypeLike, seed: Array | int, layer: Array | int
     ):
-        for name, spec in self.table(config).items():
+        for name, spec in stored(self.table(config), config).items():
             setattr(self, name, nnx.Param(spec.init(dtype, seed, layer)))
 
     @classmethod
@@ -142,7 +181,7 @@ class Model(nnx.Module):
     layers: Any
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, seed: Array | int):
-        for name, spec in self.table(config).items():
+        for name, spec in stored(self.table(config), config).items():
             setattr(self, name, nnx.Param(spec.init(dtype, seed, 0)))
 
     @classmethod

@@ -1,8 +1,11 @@
 """A short name for a model's weights, so that what was calibrated on one is not used on another."""
 
 import dataclasses
+import functools
 import hashlib
 import json
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,20 +26,54 @@ def model_hash(config: ModelConfig, params: nnx.State) -> str:
     The same for every layout (layers stacked or not) and dtype of the same checkpoint: weights
     count as rounded to bfloat16.
     """
-    shape = dataclasses.asdict(config)
-    shape.pop("name")
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode())
     plain: dict[str, Any] = nnx.to_pure_dict(params)  # type: ignore[assignment]
     layers, stacked = plain.pop("layers"), is_stacked(params)
+    near = functools.cache(lambda name: _near(layers[name]))
+
+    def sample(name: str, layer: int | None) -> bytes:
+        if layer is None:
+            return _sample(plain[name])
+        return _sample(near(name)[layer] if stacked else layers[layer][name])
+
+    return hash_of_samples(config, plain, layers if stacked else layers[0], sample)
+
+
+def hash_of_samples(
+    config: ModelConfig,
+    plain: Iterable[str],
+    layers: Iterable[str],
+    sample: Callable[[str, int | None], bytes],
+) -> str:
+    """The same from what `sample_bytes` makes of each tensor.
+
+    Args:
+        config: the model.
+        plain, layers: names of the parameters outside the layers and of a layer.
+        sample: of the parameter of that name, in that layer.
+    """
+    shape = dataclasses.asdict(config)
+    for told_nowhere in ("name", "weight_dtype"):
+        shape.pop(told_nowhere)
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode())
     for name in sorted(plain):
-        digest.update(name.encode() + _sample(plain[name]))
-    names = sorted(layers if stacked else layers[0])
-    for name in names:
-        whole = _near(layers[name]) if stacked else None
+        digest.update(name.encode() + sample(name, None))
+    for name in sorted(layers):
         for index in range(config.num_layers):
-            leaf = layers[index][name] if whole is None else whole[index]
-            digest.update(name.encode() + _sample(leaf))
+            digest.update(name.encode() + sample(name, index))
     return digest.hexdigest()[:16]
+
+
+def sample_indices(shape: tuple[int, ...]) -> np.ndarray:
+    """Where in a tensor, taken as flat, the weights are that are looked at [n]: evenly spaced."""
+    rows = shape[0] if len(shape) > 1 else 1
+    columns = math.prod(shape) // rows
+    first = np.arange(rows)[:: max(1, rows // 8)][:8] * columns
+    return (first[:, None] + np.arange(min(columns, SAMPLE // 8))).ravel()
+
+
+def sample_bytes(weights: jax.Array | np.ndarray) -> bytes:
+    """Some weights, as bfloat16."""
+    return np.asarray(weights.astype(jnp.bfloat16).astype(jnp.float32)).tobytes()
 
 
 def _near(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
@@ -47,9 +84,8 @@ def _near(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 
 
 def _sample(leaf: jax.Array | np.ndarray) -> bytes:
-    """Evenly spaced weights of a tensor, as bfloat16."""
+    """Those of a tensor, at `sample_indices`."""
     leaf = _near(leaf)
     rows = leaf.reshape(leaf.shape[0], -1) if leaf.ndim > 1 else leaf[None]
     step = max(1, rows.shape[0] // 8)
-    part = rows[::step][:8, : SAMPLE // 8]
-    return np.asarray(part.astype(jnp.bfloat16).astype(jnp.float32)).tobytes()
+    return sample_bytes(rows[::step][:8, : SAMPLE // 8])

@@ -52,6 +52,16 @@ class TensorSlot:
     transpose: bool
     rotated: bool = False
 
+    @property
+    def inputs(self) -> int:
+        """How many of the first axes of what it fills are those of its rows' elements."""
+        if not self.transpose:
+            return 0
+        inputs = 1
+        while math.prod(self.shape[:inputs]) != self.file_shape[1]:
+            inputs += 1
+        return inputs
+
     def arrange(self, tensor: np.ndarray) -> np.ndarray:
         """The tensor of ``file_shape`` as it lies in the parameter: a view if nothing copies.
 

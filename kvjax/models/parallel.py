@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from kvjax.models.config import ModelConfig
 
@@ -47,16 +47,24 @@ def added_up(config: ModelConfig, x: Float[Array, "..."]) -> Float[Array, "..."]
 
 
 def looked_up(
-    config: ModelConfig, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
+    config: ModelConfig,
+    table: Num[Array, "V D"],
+    tokens: Int[Array, "B T"],
+    scale: Float[Array, " V"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """The rows of some tokens; a device has as many rows of the table as the others."""
+    """The rows of some tokens, times their scales; a device has as many rows as the others."""
     if not isinstance(config, ModelShard):
-        return jnp.take(table, tokens, axis=0)
+        return _rows(table, scale, tokens)
     size = table.shape[0]
     row = tokens - jax.lax.axis_index(config.axis) * size
     here = (row >= 0) & (row < size)
-    found = jnp.take(table, jnp.clip(row, 0, size - 1), axis=0)
+    found = _rows(table, scale, jnp.clip(row, 0, size - 1))
     return added_up(config, jnp.where(here[..., None], found, 0))
+
+
+def _rows(table: Array, scale: Array | None, at: Array) -> Array:
+    found = jnp.take(table, at, axis=0)
+    return found if scale is None else found.astype(scale.dtype) * scale[at][..., None]
 
 
 def of_vocabulary(config: ModelConfig, logits: Float[Array, "... V"]) -> Float[Array, "... W"]:
@@ -128,6 +136,16 @@ class Dealing:
                 number[layer, one, : len(own)] = own
         return cls(number.reshape(layers, -1), heads, devices)
 
+    def same_as(self, other: "Dealing") -> bool:
+        """Whether every head lies in the same place."""
+        return self.devices == other.devices and np.array_equal(self.number, other.number)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every head of every layer has one place."""
+        heads = np.minimum(np.arange(self.number.shape[1]), self.heads)
+        return bool((np.sort(self.number, axis=1) == heads).all())
+
     def loads(self, load: np.ndarray) -> np.ndarray:
         """What each device gets of a load [L, H]."""
         padded = np.pad(load, ((0, 0), (0, 1)))
@@ -190,36 +208,108 @@ def deal_query_heads(x: Array, axis: int, dealing: Dealing) -> Array:
     return dealt.reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
 
-def split_params(
-    params: nnx.State,
-    axes: Mapping[tuple[str | int, ...], tuple[str, ...]],
-    dealing: Dealing,
-    mesh: Mesh,
-) -> nnx.State:
-    """Parameters, dealt to the devices of a mesh, one after the other.
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a model's parameters lie on the devices of a mesh of one axis."""
+
+    dealing: Dealing
+    mesh: Mesh
+    """As many devices as the dealing has."""
+
+    def sharding(self, names: tuple[str | None, ...]) -> NamedSharding:
+        """Of a parameter with axes of these names."""
+        return NamedSharding(self.mesh, spec_of(names, self.mesh.axis_names[0]))
+
+    def put(self, value: Array | np.ndarray, names: tuple[str, ...], layer: int | None) -> Array:
+        """A parameter of the whole model, or of one layer, dealt to the devices."""
+        return jax.device_put(dealt(value, names, self.dealing, layer), self.sharding(names))
+
+
+def dealt(
+    value: Array | np.ndarray, names: tuple[str, ...], dealing: Dealing, layer: int | None = None
+) -> Any:
+    """A parameter with heads by place, and as much of what else is split for every device.
 
     Args:
-        params: the whole model's.
-        axes: names of the axes of each, from `logical_axes`.
-        dealing: which heads go where.
-        mesh: of one axis, as many devices as the dealing has.
+        value: the whole model's; of all layers, or of one of them.
+        names: of its axes, from `logical_axes`.
+        dealing: which heads lie where.
+        layer: of which layer it is, if of one.
     """
-    (axis,) = mesh.axis_names
+    xp = np if isinstance(value, np.ndarray) else jnp
+    found: Any = value
+    for at, name in enumerate(names):
+        if name == "kv_heads" and names[0] == "layers":
+            if xp is np:
+                rows = zip(found, dealing.number)
+                found = np.stack([_by_place(row, at - 1, number) for row, number in rows])
+            else:
+                found = deal(found, at, dealing.number)
+        elif name == "kv_heads":
+            assert layer is not None
+            number = dealing.number[layer]
+            if xp is np:
+                found = _by_place(found, at, number)
+            else:
+                found = deal(found[None], at + 1, number[None])[0]
+        elif name in SPLIT_AXES:
+            short = -found.shape[at] % dealing.devices
+            found = xp.pad(found, [(0, short * (i == at)) for i in range(found.ndim)])
+    return found
 
-    def split(path: tuple[str | int, ...], leaf: Any) -> Any:
-        names, value = axes[path], leaf[...]
-        for at, name in enumerate(names):
-            if name == "kv_heads" and names[0] == "layers":
-                value = deal(value, at, dealing.number)
-            elif name == "kv_heads":
-                value = deal(value[None], at + 1, dealing.number[path[1]][None])[0]
-            elif name in SPLIT_AXES:
-                short = -value.shape[at] % dealing.devices
-                value = jnp.pad(value, [(0, short * (i == at)) for i in range(value.ndim)])
-        return leaf.replace(jax.device_put(value, NamedSharding(mesh, spec_of(names, axis))))
 
+def dealt_shape(
+    shape: tuple[int, ...], names: tuple[str, ...], dealing: Dealing
+) -> tuple[int, ...]:
+    """That of what `dealt` makes."""
+    places = dealing.number.shape[1]
+    sizes = (
+        places if name == "kv_heads" else n + -n % dealing.devices if name in SPLIT_AXES else n
+        for n, name in zip(shape, names)
+    )
+    return tuple(sizes)
+
+
+def _by_place(value: np.ndarray, axis: int, number: np.ndarray) -> np.ndarray:
+    """`deal` of one layer, on the host."""
+    found = value.take(np.minimum(number, value.shape[axis] - 1), axis)
+    found[(slice(None),) * axis + (number >= value.shape[axis],)] = 0
+    return found
+
+
+def undealt(
+    value: np.ndarray,
+    names: tuple[str, ...],
+    config: ModelConfig,
+    dealing: Dealing,
+    layer: int | None = None,
+) -> np.ndarray:
+    """The whole model's parameter, from what `dealt` made of it."""
+    sizes = {"mlp": config.intermediate_size, "vocab": config.vocab_size}
+    for at, name in enumerate(names):
+        if name == "kv_heads" and names[0] == "layers":
+            rows = zip(value, dealing.place)
+            value = np.stack([row.take(place, at - 1) for row, place in rows])
+        elif name == "kv_heads":
+            assert layer is not None
+            value = value.take(dealing.place[layer], at)
+        elif name in sizes:
+            value = value.take(np.arange(sizes[name]), at)
+    return value
+
+
+def split_params(
+    params: nnx.State, axes: Mapping[tuple[str | int, ...], tuple[str, ...]], split: Split
+) -> nnx.State:
+    """The whole model's parameters, dealt to the devices one after the other; `axes` are their
+    axes' names, from `logical_axes`."""
     flat = cast(list[tuple[tuple[str | int, ...], Any]], nnx.to_flat_state(params))
-    return nnx.from_flat_state([(path, split(path, leaf)) for path, leaf in flat])
+    return nnx.from_flat_state(
+        [
+            (path, leaf.replace(split.put(leaf[...], axes[path], layer_of(path))))
+            for path, leaf in flat
+        ]
+    )
 
 
 def join_params(
@@ -229,19 +319,15 @@ def join_params(
     dealing: Dealing,
 ) -> nnx.State:
     """The whole model's parameters on the host, from those that `split_params` dealt."""
-    sizes = {"mlp": config.intermediate_size, "vocab": config.vocab_size}
 
     def join(path: tuple[str | int, ...], leaf: Any) -> Any:
-        names, value = axes[path], np.asarray(leaf[...])
-        for at, name in enumerate(names):
-            if name == "kv_heads" and names[0] == "layers":
-                rows = zip(value, dealing.place)
-                value = np.stack([row.take(place, at - 1) for row, place in rows])
-            elif name == "kv_heads":
-                value = value.take(dealing.place[path[1]], at)
-            elif name in sizes:
-                value = value.take(np.arange(sizes[name]), at)
-        return leaf.replace(value)
+        value = np.asarray(leaf[...])
+        return leaf.replace(undealt(value, axes[path], config, dealing, layer_of(path)))
 
     flat = cast(list[tuple[tuple[str | int, ...], Any]], nnx.to_flat_state(params))
     return nnx.from_flat_state([(path, join(path, leaf)) for path, leaf in flat])
+
+
+def layer_of(path: tuple[str | int, ...]) -> int | None:
+    """Of which single layer a parameter is."""
+    return int(path[1]) if len(path) == 3 else None

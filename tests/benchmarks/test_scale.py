@@ -42,7 +42,7 @@ def test_sizes_are_those_of_the_arrays(scale):
     assert found["cap_tokens"] == 496
     assert blocks == (4 * (31 + 1) + 512) * 90
     assert found["all_reduce_bytes_per_decode_step"] == 0
-    assert found["parameters"] == pytest.approx(134.5e6, rel=0.01)
+    assert found["weight_bytes"] == pytest.approx(2 * 134.5e6, rel=0.01)
 
 
 def test_the_largest_case_fits_and_devices_share_it(scale):
@@ -55,10 +55,22 @@ def test_the_largest_case_fits_and_devices_share_it(scale):
     assert not scale("--devices", 1)[1]["fits"]
 
 
+def test_weights_of_few_bits_leave_room_for_a_pool(scale):
+    one = ("--devices", 1, "--sequences", 100, "--prompt-len", 32768)
+    assert not scale(*one)[1]["fits"]
+    code, found, _ = scale(*one, "--weight-dtype", "float8_e4m3fn")
+    assert code == 0
+    assert found["fits"]
+    # One byte each, and two for every output's scale.
+    assert found["bytes_per_device"]["weights"] == pytest.approx(70.6e9, rel=0.002)
+    small = ("--model", "llama3.1-8b", *one[:2], "--device-gib", 22.3, "--sequences", 16)
+    assert scale(*small, "--weight-dtype", "int8")[1]["fits"]
+
+
 def test_the_largest_numbers_are_still_arithmetic(scale):
     for name in ("prompt-len", "block-size"):
         assert scale(f"--{name}", 10**9)[0] == 0
-    names = ("sequences", "output-len", "rate", "prefill-chunk", "device-gib", "weight-bytes")
+    names = ("sequences", "output-len", "rate", "prefill-chunk", "device-gib")
     for name in (*names, "kv-bytes", "longest-head"):
         assert scale(f"--{name}", 10**12)[0] == 0
 
@@ -74,6 +86,7 @@ def test_the_largest_numbers_are_still_arithmetic(scale):
         (("--sequences", 10**30), "--sequences 10"),
         (("--prompt-len", "x"), "'x'"),
         (("--model", "llama9"), "llama9"),
+        (("--weight-dtype", "int4"), "int4"),
     ],
 )
 def test_bad_input_gets_one_line(scale, arguments, says):

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.config import CALIBRATED
 from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import CLAIM, WEIGHT
 from kvjax.cache.methods.triattention import QUERY_CENTRE
@@ -21,7 +22,7 @@ from kvjax.engine.parallel import Parallel
 from kvjax.errors import UserError
 from kvjax.models import ByteTokenizer, LoadedModel
 from kvjax.models.decoder import init_params, logical_axes
-from kvjax.models.parallel import Dealing, join_params, split_params
+from kvjax.models.parallel import Dealing, Split, join_params, split_params
 from tests.sharded.heads import mesh_of
 from tests.sharded.tiny import SIZES, TINY, engine_of, engine_settings, model_of
 
@@ -52,13 +53,19 @@ def on_one() -> dict:
     return {}
 
 
-CASES = [(2, "kv-compress", True), (4, "kv-compress", False)]
-"""Layers are stacked, or taken one by one as CPUs do."""
+CASES = [
+    (2, "kv-compress", True, None),
+    (4, "kv-compress", False, None),
+    (2, CALIBRATED, True, None),
+    (2, "key-norm", False, "int8"),
+]
+"""Layers are stacked, or taken one by one as CPUs do; methods with calibrated arrays and what stays
+changed; weights of few bits."""
 
 
-@pytest.mark.parametrize(("devices", "method", "stacked"), CASES)
-def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, on_one):
-    settings = {"compress_every": 4}
+@pytest.mark.parametrize(("devices", "method", "stacked", "weight_dtype"), CASES)
+def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, weight_dtype, on_one):
+    settings: dict[str, Any] = {"compress_every": 4, "weight_dtype": weight_dtype, "protected": 4}
     if method not in on_one:
         on_one[method] = _answers(1, method, **settings)
     found = _answers(devices, method, stacked, **settings)
@@ -101,7 +108,7 @@ def test_steps_compile_beside_the_rounds(caplog):
 def test_weights_come_back_as_they_were(devices, stacked):
     model, axes = model_of(stacked), logical_axes(TINY, stacked)
     dealing = Dealing.even(TINY.num_layers, TINY.num_kv_heads, devices)
-    params = split_params(model.params, axes, dealing, mesh_of(devices))
+    params = split_params(model.params, axes, Split(dealing, mesh_of(devices)))
     for path, leaf in cast(Any, nnx.to_flat_state(params)):
         parts = {"kv_heads", "mlp", "vocab"} & set(axes[path])
         shard = leaf[...].addressable_shards[0].data

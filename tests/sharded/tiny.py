@@ -3,7 +3,13 @@
 import dataclasses
 import functools
 
+import numpy as np
+
 from kvjax.cache import CompressionConfig
+from kvjax.cache.calibration import HEAD_LOAD, Calibration
+from kvjax.cache.config import as_method
+from kvjax.cache.methods.matched import REFERENCE_QUERY
+from kvjax.cache.methods.predicted_reads import EXTRA, WEIGHT
 from kvjax.engine import LLM, EngineConfig
 from kvjax.models import ByteTokenizer, LoadedModel
 from kvjax.models.config import ModelConfig
@@ -26,15 +32,40 @@ SIZES = EngineConfig(
 
 
 @functools.cache
-def model_of(stacked: bool) -> LoadedModel:
-    params = init_params(TINY, "float32", seed=3, stacked=stacked)
-    return LoadedModel(TINY, params, ByteTokenizer(), "dummy weights")
+def model_of(stacked: bool, weight_dtype: str | None = None) -> LoadedModel:
+    config = dataclasses.replace(TINY, weight_dtype=weight_dtype)
+    params = init_params(config, "float32", seed=3, stacked=stacked)
+    return LoadedModel(config, params, ByteTokenizer(), "dummy weights")
+
+
+@functools.cache
+def made_calibration() -> Calibration:
+    """Arrays as the default method reads them, drawn at random."""
+    rng = np.random.default_rng(8)
+    layers, heads, d = TINY.num_layers, TINY.num_kv_heads, TINY.head_dim
+    extra = np.array([1.0, 0.5, -0.2, 0.0, 1e4])
+    arrays = {
+        WEIGHT: rng.standard_normal((layers, TINY.hidden_size, heads)),
+        EXTRA: np.broadcast_to(extra, (layers, heads, 5)),
+        REFERENCE_QUERY: rng.standard_normal((layers, 8, TINY.num_heads, d)),
+        HEAD_LOAD: 1 + rng.random((layers, heads)),
+    }
+    narrow = {name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}
+    return Calibration(narrow, model_of(True).fingerprint)
 
 
 def engine_settings(method: str, **settings) -> CompressionConfig:
     return CompressionConfig(method=method, rate=3, floor=4, **settings)
 
 
-def engine_of(devices: int, method: str, stacked: bool = True, **settings) -> LLM:
+def engine_of(
+    devices: int,
+    method: str,
+    stacked: bool = True,
+    weight_dtype: str | None = None,
+    **settings,
+) -> LLM:
     config = dataclasses.replace(SIZES, tensor_parallel=devices)
-    return LLM(model_of(stacked), engine_settings(method, **settings), config)
+    calibration = made_calibration() if as_method(method).calibrated else "none"
+    settled = engine_settings(method, **settings)
+    return LLM(model_of(stacked, weight_dtype), settled, config, calibration=calibration)

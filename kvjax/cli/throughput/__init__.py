@@ -27,7 +27,12 @@ from typing import Any
 
 from kvjax.checks import check_number, check_whole, shown
 from kvjax.cli.command import check_output_file
-from kvjax.cli.models import DTYPES, add_devices_option, load_chosen_model
+from kvjax.cli.models import (
+    DTYPES,
+    add_devices_option,
+    add_weight_dtype_option,
+    load_chosen_model,
+)
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
 
@@ -46,6 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", help="folder, GGUF file, Orbax checkpoint, or hub id")
     add("--dummy-weights", action="store_true", help="random weights of the true shapes")
     add("--dtype", choices=DTYPES, help="of weights and cache")
+    add_weight_dtype_option(parser)
     add("--rate", nargs="+", default=RATES, help='compression rates, "v" for none (%(default)s)')
     add("--input-len", nargs="+", type=int, default=LENGTHS, help="prompt lengths (%(default)s)")
     add("--output-len", type=int, default=500, help="tokens of each answer (%(default)s)")

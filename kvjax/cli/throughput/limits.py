@@ -66,13 +66,14 @@ def measure_limits() -> dict[str, float]:
 def roofline_seconds(llm: Any, limits: dict[str, float], spent: dict[str, float]) -> float:
     """The least time for what was done: prefill's FLOPs, and decoding's bytes and FLOPs."""
     model = llm.model.config
-    matrices = sum(x.size for x in jax.tree.leaves(llm.model.params) if x.ndim >= 2)
+    leaves = [x for x in jax.tree.leaves(llm.model.params) if x.ndim >= 2]
+    matrices = sum(x.size for x in leaves)
     embedding = model.vocab_size * model.hidden_size
     multiplied = matrices - (0 if model.tie_word_embeddings else embedding)
     per_pair = 4 * model.num_layers * model.num_heads * model.head_dim
     body = multiplied - embedding
     flops = 2 * body * spent["prompt_tokens"] + per_pair * spent["prompt_pairs"]
-    weights = multiplied * jax.tree.leaves(llm.model.params)[0].dtype.itemsize
+    weights = multiplied * sum(x.nbytes for x in leaves) / matrices
     read = spent["decode_steps"] * weights + spent["kvs_read"] * llm.plan.spec.kv_bytes
     decode_flops = 2 * multiplied * spent["output_tokens"]
     # A copy reads and writes; decoding reads, at the same bytes per second.

@@ -27,6 +27,9 @@ lm_head            [D, V]            embed, vocab                         std 1/
 In ``qkv`` the group axis of KV head h holds its r query heads (global heads h r .. h r + r - 1),
 then its key, then its value; so a mesh splits it along ``kv_heads``. In
 ``gate_up`` index 0 of the middle axis is the gate, index 1 the up projection.
+
+With `ModelConfig.weight_dtype`, matrices and ``embed`` are of that dtype, and each has a
+``…_scale`` beside it, of its output axes (those of ``embed`` are its rows).
 """
 
 import math
@@ -37,7 +40,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.family import CheckpointTensor, Layer, Model, ParamSpec
+from kvjax.models.family import CheckpointTensor, Layer, Model, ParamSpec, scale_of
+from kvjax.models.narrow import scaled_product
 from kvjax.models.parallel import added_up, looked_up, of_vocabulary
 from kvjax.models.rope import rotate
 
@@ -51,10 +55,14 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def matmul(x: Array, weight: Array, inputs: int = 1) -> Array:
+def matmul(x: Array, weight: Array, inputs: int = 1, scale: Array | None = None) -> Array:
     """x [..., in] times weight whose first ``inputs`` axes are in, the others out."""
     size = math.prod(weight.shape[:inputs])
-    out = x.reshape(-1, size) @ weight.reshape(size, -1)
+    x2, weight2 = x.reshape(-1, size), weight.reshape(size, -1)
+    if scale is None:
+        out = x2 @ weight2
+    else:
+        out = scaled_product(x2, weight2, scale.reshape(-1)).astype(x.dtype)
     return out.reshape(*x.shape[:-1], *weight.shape[inputs:])
 
 
@@ -145,12 +153,18 @@ class LlamaLayer(Layer):
             )
         return table
 
+    def times(self, x: Array, name: str, inputs: int = 1) -> Array:
+        """x times the matrix of that name, see `matmul`."""
+        scale = getattr(self, scale_of(name), None)
+        weight = getattr(self, name)[...]
+        return matmul(x, weight, inputs, None if scale is None else scale[...])
+
     def enter(self, config: ModelConfig, x: Array) -> Array:
         return rms_norm(x, self.attn_norm[...], config.rms_norm_eps)
 
     def unrotated(self, config: ModelConfig, hidden: Array) -> tuple[Array, Array, Array]:
         """What enters attention [B, T, D] -> q [B, T, H r, d], k, v [B, T, H, d] before RoPE."""
-        qkv = matmul(hidden, self.qkv[...])
+        qkv = self.times(hidden, "qkv")
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...]
         r = config.group_size
@@ -165,11 +179,11 @@ class LlamaLayer(Layer):
 
     def finish(self, config: ModelConfig, x: Array, attended: Array) -> Array:
         attended = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
-        x = x + added_up(config, matmul(attended, self.out[...], inputs=3))
+        x = x + added_up(config, self.times(attended, "out", inputs=3))
         normed = rms_norm(x, self.mlp_norm[...], config.rms_norm_eps)
-        gate_up = matmul(normed, self.gate_up[...])
+        gate_up = self.times(normed, "gate_up")
         hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return x + added_up(config, matmul(hidden, self.down[...]))
+        return x + added_up(config, self.times(hidden, "down"))
 
 
 class Llama(Model):
@@ -191,6 +205,7 @@ class Llama(Model):
                 0.02,
                 7,
                 (names("model.embed_tokens.weight", "token_embd.weight"),),
+                rows=True,
             ),
             "final_norm": norm_spec(dim, "embed", 8, "model.norm.weight", "output_norm.weight"),
         }
@@ -206,14 +221,17 @@ class Llama(Model):
         return table
 
     def embed_tokens(self, config: ModelConfig, tokens: Array) -> Array:
-        return looked_up(config, self.embed[...], tokens)
+        scale = getattr(self, scale_of("embed"), None)
+        return looked_up(config, self.embed[...], tokens, None if scale is None else scale[...])
 
     def last_hidden(self, config: ModelConfig, x: Array) -> Array:
         return rms_norm(x, self.final_norm[...], config.rms_norm_eps)
 
     def logits(self, config: ModelConfig, hidden: Array) -> Array:
-        tied = config.tie_word_embeddings
-        head, axis = (self.embed, 1) if tied else (self.lm_head, 0)
+        name, axis = ("embed", 1) if config.tie_word_embeddings else ("lm_head", 0)
+        head, scale = getattr(self, name)[...], getattr(self, scale_of(name), None)
+        if scale is not None:
+            return of_vocabulary(config, scaled_product(hidden, head, scale[...], axis))
         dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
-        logits = jax.lax.dot_general(hidden, head[...], dims, preferred_element_type=jnp.float32)
+        logits = jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)
         return of_vocabulary(config, logits)

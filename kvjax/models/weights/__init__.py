@@ -6,10 +6,8 @@ belongs where (`kvjax.models.layout`), and where checkpoints come from (`kvjax.m
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,15 +16,25 @@ from jax.typing import DTypeLike
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
 from kvjax.models.files import find, shown_path
+from kvjax.models.fingerprint import model_hash
 from kvjax.models.hub import Progress
-from kvjax.models.weights.fill import ParamPath, fill_params
+from kvjax.models.weights.fill import fill_params
 from kvjax.models.weights.gguf import GGUFSource, config_from_gguf
+from kvjax.models.weights.hashed import source_hash
 from kvjax.models.weights.orbax import is_orbax, load_orbax, read_config
 from kvjax.models.weights.orbax_save import save_orbax
+from kvjax.models.weights.placement import Lying
 from kvjax.models.weights.safetensors import SafetensorsSource
 from kvjax.models.weights.source import TensorSource
 
-__all__ = ["load_params", "save_orbax", "config_from_gguf", "Progress"]
+__all__ = [
+    "load_params",
+    "checkpoint_config",
+    "checkpoint_hash",
+    "save_orbax",
+    "config_from_gguf",
+    "Progress",
+]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Fields that have to agree when a model is asked for by name and its weights are given.
@@ -49,8 +57,9 @@ def load_params(
     dtype: DTypeLike = jnp.float32,
     progress: Progress | None = None,
     *,
+    weight_dtype: str | None = None,
     stacked: bool = True,
-    shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
+    shardings: Lying = None,
 ) -> tuple[ModelConfig, nnx.State]:
     """Loads a checkpoint, streaming: host memory stays at the weights in `dtype` plus 1 GB.
 
@@ -60,16 +69,19 @@ def load_params(
             (rotary base and scaling, epsilon, context) is the checkpoint's. It stands in for a
             missing config.json. None takes the checkpoint as it is.
         dtype: float32, bfloat16 or float16.
+        weight_dtype: of matrices and embeddings, see `kvjax.models.narrow`; None for `dtype`.
         progress: called as progress("load", bytes done, bytes in all).
         stacked: layers stacked along a leading axis, or one array per layer.
-        shardings: sharding per parameter path (see `kvjax.models.decoder.logical_axes`).
+        shardings: sharding per parameter path (see `kvjax.models.decoder.logical_axes`), or how
+            they are dealt to several devices: nothing but a parameter of one layer is held twice.
 
     Returns:
         The configuration and the parameters, as `abstract_params(config, dtype, stacked)`.
 
     Raises:
         UserError: the checkpoint is missing, truncated, damaged, of another architecture or
-            format, holds NaN, or disagrees with its configuration or with `config`.
+            format, holds NaN, or disagrees with its configuration or with `config`; there is no
+            such `weight_dtype`.
         ValueError: another dtype.
     """
     wanted = np.dtype(dtype)
@@ -79,13 +91,13 @@ def load_params(
         raise UserError(f"{shown_path(path)}: no such file or folder")
     folder = Path(path)
     if is_orbax(folder):
-        found = _agreed(read_config(folder), config, folder)
+        found = _agreed(read_config(folder), config, folder, weight_dtype)
         return found, load_orbax(
             folder, found, wanted, progress, stacked=stacked, shardings=shardings
         )
     source = _open_source(folder, config)
     try:
-        found = _agreed(source.config, config, source.path)
+        found = _agreed(source.config, config, source.path, weight_dtype)
         return found, fill_params(
             source, found, wanted, progress, stacked=stacked, shardings=shardings
         )
@@ -93,8 +105,47 @@ def load_params(
         source.close()
 
 
-def _agreed(found: ModelConfig, wanted: ModelConfig | None, path: Path) -> ModelConfig:
+def checkpoint_config(
+    path: str | os.PathLike[str], config: ModelConfig | None, weight_dtype: str | None
+) -> ModelConfig:
+    """The configuration that `load_params` returns; no weights are read.
+
+    Raises:
+        UserError: as `load_params`.
+    """
+    folder = Path(path)
+    if is_orbax(folder):
+        return _agreed(read_config(folder), config, folder, weight_dtype)
+    source = _open_source(folder, config)
+    try:
+        return _agreed(source.config, config, source.path, weight_dtype)
+    finally:
+        source.close()
+
+
+def checkpoint_hash(path: str | os.PathLike[str], config: ModelConfig, dtype: DTypeLike) -> str:
+    """The `model_hash` of the checkpoint `path`, a model of which was loaded in `dtype`.
+
+    Little is read of safetensors and GGUF files; Orbax checkpoints are read whole.
+
+    Raises:
+        UserError: as `load_params`.
+    """
+    folder, config = Path(path), dataclasses.replace(config, weight_dtype=None)
+    if is_orbax(folder):
+        return model_hash(config, load_orbax(folder, config, np.dtype(dtype), stacked=False))
+    source = _open_source(folder, config)
+    try:
+        return source_hash(source, config)
+    finally:
+        source.close()
+
+
+def _agreed(
+    found: ModelConfig, wanted: ModelConfig | None, path: Path, weight_dtype: str | None
+) -> ModelConfig:
     """What the checkpoint says, under the name that was asked for; their shapes are equal."""
+    found = dataclasses.replace(found, weight_dtype=weight_dtype)
     if wanted is None:
         return found
     for field in _SHAPE_FIELDS:

@@ -5,31 +5,24 @@ threads at once, so that nothing but pieces exists beside the parameters themsel
 """
 
 import concurrent.futures
-import functools
-import math
+import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import abstract_params
 from kvjax.models.hub import Progress
 from kvjax.models.layout import IGNORED_SUFFIXES, TensorSlot, tensor_slots
+from kvjax.models.narrow import narrowed
+from kvjax.models.weights.placement import Lying, ParamPath, Placement, scale_path
 from kvjax.models.weights.source import TensorSource, all_finite, convert
-
-ParamPath = tuple[str | int, ...]
 
 # Elements per piece: above NumPy's overhead, within a core's cache, nothing beside any model.
 _PIECE = 1 << 18
 _MAX_WORKERS = 8
-# What XLA's CPU client asks of memory that it takes over without a copy.
-_ALIGNMENT = 64
 
 
 def check_source(source: TensorSource, config: ModelConfig) -> list[TensorSlot]:
@@ -70,53 +63,64 @@ def fill_params(
     progress: Progress | None = None,
     *,
     stacked: bool = True,
-    shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
+    shardings: Lying = None,
 ) -> nnx.State:
     """The parameters as `abstract_params(config, dtype, stacked)` has them, from `source`.
 
-    On the CPU they are filled where they stay. Otherwise, and with `shardings` (by path, as
-    `logical_axes` gives them), each layer goes to the device before the next one is read.
+    On the CPU they are filled where they stay. Otherwise, and with `shardings`, each parameter
+    of a layer goes to the devices before the next one is read.
     """
-    slots = check_source(source, config)
-    abstract = abstract_leaves(config, dtype, stacked)
-    total = sum(math.prod(slot.shape) for slot in slots) * dtype.itemsize
-    report = _Report(progress, total)
+    singles: dict[ParamPath, list[TensorSlot]] = {}
+    for slot in check_source(source, config):
+        layer = () if slot.layer is None else (slot.layer,)
+        singles.setdefault((*slot.param[:-1], *layer, slot.param[-1]), []).append(slot)
+    place = Placement(config, dtype, stacked, shardings)
+    report = _Report(progress, place.num_bytes)
     workers = min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
     pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="kvjax-load")
     try:
-        run = functools.partial(_run, pool, source, report)
-        if shardings is None and default_platform() == "cpu":
-            filled = _fill_on_host(abstract, slots, stacked, run)
-        else:
-            filled = _fill_on_device(abstract, slots, stacked, shardings or {}, run)
+        # On the host nothing is in the way of reading all at once.
+        for paths in [list(singles)] if place.on_host else [[path] for path in singles]:
+            rooms = {path: place.room(path) for path in paths}
+            scales = {path: place.room(scale_path(path)) for path in paths if place.is_narrow(path)}
+            targets = (
+                _Target.of(slot, rooms[path], scales.get(path))
+                for path in paths
+                for slot in singles[path]
+            )
+            _run(pool, source, report, targets)
+            for path in paths:
+                place.put(path, rooms[path])
+                if path in scales:
+                    place.put(scale_path(path), scales[path])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return state_from_leaves({path: leaf.replace(filled[path]) for path, leaf in abstract.items()})
+    return place.state()
 
 
-def abstract_leaves(config: ModelConfig, dtype: np.dtype, stacked: bool) -> dict[ParamPath, Any]:
-    """Abstract parameters by path.
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """The part of a parameter that a tensor fills, its elements in the order of the file."""
 
-    Single layers are made from the stack: to trace the model with each of them takes a second.
-    """
-    leaves: dict[ParamPath, Any] = {}
-    flat = cast(list[tuple[ParamPath, Any]], nnx.to_flat_state(abstract_params(config, dtype)))
-    for path, leaf in flat:
-        if stacked or path[0] != "layers":
-            leaves[path] = leaf
-            continue
-        layer = leaf.replace(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
-        leaves.update({("layers", i, *path[1:]): layer for i in range(config.num_layers)})
-    return leaves
+    slot: TensorSlot
+    units: np.ndarray
+    """[U, …], each of as many rows of the file; U > 1."""
+    scale: np.ndarray | None
+    """[U, …], of the same rows, where weights are of few bits."""
 
+    @classmethod
+    def of(cls, slot: TensorSlot, weight: np.ndarray, scale: np.ndarray | None) -> "_Target":
+        units = _without_ones(_by_rows(slot, weight[slot.index]))
+        if scale is not None:
+            scale = _without_ones(scale[slot.index[slot.inputs :]])
+        return cls(slot, units, scale)
 
-def state_from_leaves(leaves: Mapping[ParamPath, Any]) -> nnx.State:
-    """The nnx.State with these leaves by path."""
-    return nnx.from_flat_state(list(leaves.items()))
-
-
-# Fills several (slot, part of the parameter on the host) and returns when all are whole.
-_Run = Callable[[Iterable[tuple[TensorSlot, np.ndarray]]], None]
+    def pieces(self) -> Iterable[tuple[int, int]]:
+        """First and last of the units of each piece."""
+        units = self.units
+        step = max(1, _PIECE // max(1, units[0].size)) if units.ndim > 1 else len(units)
+        for start in range(0, len(units), step):
+            yield start, min(start + step, len(units))
 
 
 class _Report:
@@ -129,132 +133,57 @@ class _Report:
             self.progress("load", self.done, self.total)
 
 
-def default_platform() -> str:
-    """Platform of the device that new arrays go to."""
-    return next(iter(jnp.zeros(()).devices())).platform
-
-
-def _fill_on_host(
-    abstract: dict[ParamPath, Any], slots: list[TensorSlot], stacked: bool, run: _Run
-) -> dict[ParamPath, jax.Array]:
-    buffers = {path: empty_on_host(leaf) for path, leaf in abstract.items()}
-    run((slot, _part(buffers[_leaf_path(slot, stacked)], slot, stacked)) for slot in slots)
-    # The memory becomes the array's own: the buffer is not touched again.
-    return {path: jax.device_put(value, may_alias=True) for path, value in buffers.items()}
-
-
-def _fill_on_device(
-    abstract: dict[ParamPath, Any],
-    slots: list[TensorSlot],
-    stacked: bool,
-    shardings: Mapping[ParamPath, jax.sharding.Sharding],
-    run: _Run,
-) -> dict[ParamPath, jax.Array]:
-    filled: dict[ParamPath, jax.Array] = {}
-    for path, leaf in abstract.items():
-        sharding = shardings.get(path)
-        mine = [slot for slot in slots if _leaf_path(slot, stacked) == path]
-        if not (stacked and path[0] == "layers"):
-            host = empty_on_host(leaf)
-            run((slot, host[slot.index]) for slot in mine)
-            filled[path] = jax.device_put(host, sharding)
-            continue
-        make, write = stack_functions(leaf.shape, leaf.dtype, sharding)
-        value = make()
-        for layer in range(leaf.shape[0]):
-            host = np.empty(leaf.shape[1:], leaf.dtype)
-            run((slot, host[slot.index]) for slot in mine if slot.layer == layer)
-            value = write(value, host, np.int32(layer))
-        filled[path] = value
-    return filled
-
-
-def stack_functions(shape: tuple[int, ...], dtype: Any, sharding: Any) -> tuple[Any, Any]:
-    """A function that makes the stack of all layers, and one that writes a layer in place."""
-
-    def write(stack: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
-
-    make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-    return make, jax.jit(write, donate_argnums=0, out_shardings=sharding)
-
-
-def _leaf_path(slot: TensorSlot, stacked: bool) -> ParamPath:
-    if stacked or slot.layer is None:
-        return slot.param
-    return (slot.param[0], slot.layer, *slot.param[1:])
-
-
-def _part(buffer: np.ndarray, slot: TensorSlot, stacked: bool) -> np.ndarray:
-    if stacked and slot.layer is not None:
-        buffer = buffer[slot.layer]
-    return buffer[slot.index]
-
-
-def empty_on_host(leaf: Any) -> np.ndarray:
-    """Uninitialised host memory of the leaf's shape and dtype, aligned for XLA."""
-    size = math.prod(leaf.shape) * leaf.dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(leaf.dtype).reshape(leaf.shape)
-
-
 def _run(
     pool: concurrent.futures.Executor,
     source: TensorSource,
     report: _Report,
-    parts: Iterable[tuple[TensorSlot, np.ndarray]],
+    targets: Iterable[_Target],
 ) -> None:
     futures = [
-        pool.submit(_fill_piece, source, slot, units, start, stop)
-        for slot, part in parts
-        for units, start, stop in _pieces(slot, part)
+        pool.submit(_fill_piece, source, target, start, stop)
+        for target in targets
+        for start, stop in target.pieces()
     ]
     for future in concurrent.futures.as_completed(futures):
         report.add(future.result())
 
 
-def _pieces(slot: TensorSlot, part: np.ndarray) -> Iterable[tuple[np.ndarray, int, int]]:
-    """Cuts a slot into pieces: (part [U, ...], first and last of the U units of equal rows)."""
-    units = _by_rows(slot, part)
-    step = max(1, _PIECE // max(1, units[0].size)) if units.ndim > 1 else len(units)
-    for start in range(0, len(units), step):
-        yield units, start, min(start + step, len(units))
-
-
 def _by_rows(slot: TensorSlot, part: np.ndarray) -> np.ndarray:
-    """A view of `part` whose elements lie in the order of the file, its first axis > 1.
+    """A view of `part` whose elements lie in the order of the file.
 
     A matrix [out, in] of the file fills a part [in axes…, out axes…].
     """
-    if slot.transpose:
-        inputs = 1
-        while math.prod(slot.shape[:inputs]) != slot.file_shape[1]:
-            inputs += 1
-        axes = (*range(inputs, part.ndim), *range(inputs))
-        part = part.transpose(axes)
+    inputs = slot.inputs
+    return part.transpose((*range(inputs, part.ndim), *range(inputs)))
+
+
+def _without_ones(part: np.ndarray) -> np.ndarray:
+    """The same without leading axes of one element."""
     while part.ndim > 1 and part.shape[0] == 1:
         part = part[0]
     return part
 
 
-def _fill_piece(
-    source: TensorSource, slot: TensorSlot, units: np.ndarray, start: int, stop: int
-) -> int:
-    """Reads units [start, stop) of a slot into `units`; the number of bytes written."""
-    rows = slot.file_shape[0] // len(units)
+def _fill_piece(source: TensorSource, to: _Target, start: int, stop: int) -> int:
+    """Reads units [start, stop) of a tensor into their place; the number of bytes written."""
+    slot, target = to.slot, to.units[start:stop]
+    rows = slot.file_shape[0] // len(to.units)
     values = source.read_rows(slot, start * rows, stop * rows)
     if not all_finite(values):
         raise UserError(
             f"{source.path}: the tensor {source.tensor_name(slot)} holds NaN or infinite values; "
             "the file is damaged or was converted badly: get it again"
         )
-    cast = convert(values, units.dtype)
+    if to.scale is not None:
+        scale = to.scale[start:stop]
+        numbers, scales = narrowed(values, target.dtype, scale.dtype)
+        target[...], scale[...] = numbers.reshape(target.shape), scales.reshape(scale.shape)
+        return target.nbytes + scale.nbytes
+    cast = convert(values, target.dtype)
     if cast.dtype == np.float16 and cast is not values and not all_finite(cast):
         raise UserError(
             f"{source.path}: the tensor {source.tensor_name(slot)} has values beyond float16 "
             "(65504): use bfloat16 or float32"
         )
-    target = units[start:stop]
     target[...] = cast.reshape(target.shape)
     return target.nbytes

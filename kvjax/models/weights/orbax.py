@@ -3,6 +3,7 @@
     config.json     as Hugging Face writes it
     tokenizer…      the files that the original had; of a GGUF file, its metadata alone
     params/         the Orbax checkpoint: {"embed": …, "layers": {"0": {"qkv": …}, …}, …}
+    dealing.json    of a model that was saved as it lay on several devices: which head lies where
     files.json      the size of every file below params/
 
 The weights lie as the model takes them (``kvjax.models.families``), one array per layer, so that
@@ -10,6 +11,7 @@ they load without a second copy whether the layers are to be stacked or not.
 """
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import math
@@ -30,16 +32,17 @@ from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.models.architectures import config_from_hf
 from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import logical_axes
 from kvjax.models.files import find
 from kvjax.models.hub import Progress
-from kvjax.models.weights import fill
-from kvjax.models.weights.fill import ParamPath
+from kvjax.models.parallel import Dealing, dealt_shape, layer_of, undealt
+from kvjax.models.weights.placement import Lying, ParamPath, Placement, abstract_leaves
 from kvjax.models.weights.safetensors import read_part
 from kvjax.models.weights.source import all_finite
 
 PARAMS = "params"
 CONFIG = "config.json"
-FILES = "files.json"
+DEALING, FILES = "dealing.json", "files.json"
 # What Orbax reads or writes at a time: it holds that much a second time meanwhile.
 GROUP_BYTES = 1 << 28
 
@@ -56,7 +59,7 @@ def load_orbax(
     progress: Progress | None = None,
     *,
     stacked: bool = True,
-    shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
+    shardings: Lying = None,
 ) -> nnx.State:
     """The parameters in the Orbax checkpoint `path`, cast to `dtype` and sharded as asked.
 
@@ -65,9 +68,13 @@ def load_orbax(
     """
     folder = Path(path)
     _check_files(folder)
-    stored = _check_metadata(folder, config, dtype)
-    shardings = shardings or {}
-    place = _Placement(config, dtype, stacked, shardings)
+    dealing = _read_dealing(folder, config)
+    whole = dataclasses.replace(config, weight_dtype=None)
+    stored = _check_metadata(folder, whole, dtype, dealing)
+    place = Placement(config, dtype, stacked, shardings)
+    if dealing is not None and place.reads_itself(dealing):
+        # Every device reads its own part.
+        place, dealing = Placement(config, dtype, stacked, place.shardings), None
     total = sum(math.prod(leaf.shape) for leaf in stored.values()) * dtype.itemsize
     done = 0
     for group in _groups(stored):
@@ -77,8 +84,11 @@ def load_orbax(
                     f"{folder}: the array {'.'.join(map(str, name))} holds NaN or infinite values "
                     f"as {dtype.name}; convert it again, or load it as float32 or bfloat16"
                 )
-            place.put(name, value)
             done += value.nbytes
+            if dealing is not None:
+                names = place.names_of(name)
+                value = undealt(np.asarray(value), names, config, dealing, layer_of(name))
+            place.put_whole(name, value)
             if progress:
                 progress("load", done, total)
     return place.state()
@@ -89,6 +99,23 @@ def read_config(folder: Path) -> ModelConfig:
     if not (folder / CONFIG).exists():
         raise UserError(f"{folder} has no {CONFIG}: it is no whole checkpoint; convert it again")
     return config_from_hf(read_part(folder / CONFIG).values, where=str(folder / CONFIG))
+
+
+def _read_dealing(folder: Path, config: ModelConfig) -> Dealing | None:
+    path = folder / DEALING
+    if not path.exists():
+        return None
+    try:
+        values = read_part(path).values
+        found = Dealing(
+            np.array(values["number"], np.int32), config.num_kv_heads, values["devices"]
+        )
+        fits = len(found.number) == config.num_layers and found.whole
+        if fits and found.number.shape[1] == found.places * found.devices:
+            return found
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError, OverflowError):
+        pass
+    raise UserError(f"{path} deals other heads than the model has; convert the checkpoint again")
 
 
 def file_sizes(params: Path) -> dict[str, int]:
@@ -120,14 +147,19 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_metadata(
-    folder: Path, config: ModelConfig, dtype: np.dtype
+    folder: Path, config: ModelConfig, dtype: np.dtype, dealing: Dealing | None
 ) -> dict[ParamPath, jax.ShapeDtypeStruct]:
     """What is to be stored, by path, after comparing it with what is."""
     from orbax.checkpoint import v1 as ocp
 
+    axes = logical_axes(config, stacked=False)
+
+    def shape(path: ParamPath, leaf: Any) -> tuple[int, ...]:
+        return leaf.shape if dealing is None else dealt_shape(leaf.shape, axes[path], dealing)
+
     wanted: dict[ParamPath, jax.ShapeDtypeStruct] = {
-        path: jax.ShapeDtypeStruct(leaf.shape, dtype)
-        for path, leaf in fill.abstract_leaves(config, dtype, stacked=False).items()
+        path: jax.ShapeDtypeStruct(shape(path, leaf), dtype)
+        for path, leaf in abstract_leaves(config, dtype, stacked=False).items()
     }
     with _reading(folder):
         tree = ocp.metadata(str((folder / PARAMS).absolute())).metadata
@@ -139,12 +171,12 @@ def _check_metadata(
         }
     for path, leaf in wanted.items():
         name = ".".join(map(str, path))
-        shape = found.pop(tuple(map(str, path)), None)
-        if shape is None:
+        there = found.pop(tuple(map(str, path)), None)
+        if there is None:
             raise UserError(f"{folder}: the array {name} is missing")
-        if shape != leaf.shape:
+        if there != leaf.shape:
             raise UserError(
-                f"{folder}: the array {name} has shape {list(shape)}, but the configuration says "
+                f"{folder}: the array {name} has shape {list(there)}, but the configuration says "
                 f"{list(leaf.shape)}"
             )
     if found:
@@ -176,7 +208,7 @@ def _read_arrays(
     folder: Path,
     stored: Mapping[ParamPath, jax.ShapeDtypeStruct],
     group: list[ParamPath],
-    place: "_Placement",
+    place: Placement,
 ) -> dict[ParamPath, jax.Array]:
     from orbax.checkpoint import v1 as ocp
 
@@ -237,60 +269,3 @@ def _is_finite(value: jax.Array) -> bool:
     if value.is_fully_addressable and next(iter(value.devices())).platform == "cpu":
         return all_finite(np.asarray(value))
     return bool(jnp.isfinite(value).all())
-
-
-class _Placement:
-    """Puts single arrays where the parameters want them: as they are, or into stacks."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: np.dtype,
-        stacked: bool,
-        shardings: Mapping[ParamPath, jax.sharding.Sharding],
-    ):
-        self.leaves = fill.abstract_leaves(config, dtype, stacked)
-        self.stacked, self.shardings = stacked, shardings
-        self.on_host = not shardings and fill.default_platform() == "cpu"
-        self.device = jax.sharding.SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
-        self.values: dict[ParamPath, Any] = {}
-        self.writers: dict[ParamPath, Any] = {}
-
-    def sharding_of_single(self, path: ParamPath) -> jax.sharding.Sharding:
-        """Sharding of one array of the checkpoint: that of the stack less its first axis."""
-        if not self.stacked or path[0] != "layers":
-            return self.shardings.get(path, self.device)
-        sharding = self.shardings.get((path[0], path[2]), self.device)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
-            return jax.sharding.NamedSharding(sharding.mesh, spec)
-        return sharding
-
-    def put(self, path: ParamPath, value: jax.Array) -> None:
-        """Takes over one array of the checkpoint."""
-        if not self.stacked or path[0] != "layers":
-            self.values[path] = value
-            return
-        layer, stack = int(path[1]), (path[0], path[2])
-        leaf = self.leaves[stack]
-        if self.on_host:
-            if stack not in self.values:
-                self.values[stack] = fill.empty_on_host(leaf)
-            self.values[stack][layer] = np.asarray(value)
-            return
-        if stack not in self.values:
-            make, self.writers[stack] = fill.stack_functions(
-                leaf.shape, leaf.dtype, self.shardings.get(stack)
-            )
-            self.values[stack] = make()
-        self.values[stack] = self.writers[stack](self.values[stack], value, np.int32(layer))
-
-    def state(self) -> nnx.State:
-        """All parameters, once every array was put."""
-        values = {
-            path: jax.device_put(value, may_alias=True) if isinstance(value, np.ndarray) else value
-            for path, value in self.values.items()
-        }
-        return fill.state_from_leaves(
-            {path: leaf.replace(values[path]) for path, leaf in self.leaves.items()}
-        )

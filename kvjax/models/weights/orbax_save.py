@@ -18,9 +18,10 @@ from flax import nnx
 from kvjax.errors import UserError
 from kvjax.models.architectures import config_to_hf
 from kvjax.models.config import ModelConfig
-from kvjax.models.weights.fill import ParamPath
+from kvjax.models.parallel import Dealing
 from kvjax.models.weights.gguf_header import read_gguf_header
-from kvjax.models.weights.orbax import CONFIG, FILES, GROUP_BYTES, PARAMS, file_sizes
+from kvjax.models.weights.orbax import CONFIG, DEALING, FILES, GROUP_BYTES, PARAMS, file_sizes
+from kvjax.models.weights.placement import ParamPath
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,6 +44,7 @@ def save_orbax(
     tokenizer: str | os.PathLike[str] | None = None,
     *,
     overwrite: bool = False,
+    dealing: Dealing | None = None,
 ) -> Path:
     """Writes an Orbax checkpoint that `load_params` reads; it appears whole or not at all.
 
@@ -52,13 +54,20 @@ def save_orbax(
         params: its parameters, stacked or not, in the dtype to store.
         tokenizer: the folder or GGUF file to take the tokenizer from.
         overwrite: replace what lies at `path`.
+        dealing: how `params` are dealt to several devices, if they are. They are stored as they
+            lie, each device's part by itself, and load onto any other number of devices.
 
     Returns:
         `path`.
 
     Raises:
-        UserError: `path` exists already, or cannot be written.
+        UserError: `path` exists already, or cannot be written; the weights are of few bits.
     """
+    if config.weight_dtype is not None:
+        raise UserError(
+            f"weight_dtype {config.weight_dtype}: checkpoints hold all bits, and lose them when "
+            "they are loaded; save the model without it"
+        )
     target = Path(path).absolute()
     if target.exists() and not overwrite:
         raise UserError(f"{target} exists already; choose another folder or overwrite it (--force)")
@@ -72,6 +81,9 @@ def save_orbax(
         try:
             _write_arrays(work / PARAMS, _tree(config, params))
             (work / FILES).write_text(json.dumps(file_sizes(work / PARAMS)) + "\n")
+            if dealing is not None:
+                number = {"number": dealing.number.tolist(), "devices": dealing.devices}
+                (work / DEALING).write_text(json.dumps(number) + "\n")
             if tokenizer is not None:
                 _copy_tokenizer(Path(tokenizer), work)
             # Last: a folder without it does not load.
