@@ -183,7 +183,7 @@ def _merged(
         layer, k.reshape(*goes.shape, -1), v.reshape(*goes.shape, -1),
         found.position, found.scores, goes, stays, seq_len[:, 0],
     ))  # fmt: skip
-    return kv.write((table,), k_rows.reshape(k.shape), v_rows.reshape(v.shape))
+    return kv.rewrite(table, k_rows.reshape(k.shape), v_rows.reshape(v.shape))
 
 
 def _free_tails(cache: PagedCache, schedule: EvictionSchedule) -> PagedCache:

@@ -31,9 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.command import check_output_file
 from kvjax.cli.models import (
+    add_cache_dtype_option,
     add_calibration_option,
     add_devices_option,
     add_model_options,
+    check_cache_dtypes,
     check_model_options,
     chosen_calibration,
     load_chosen_model,
@@ -81,6 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="compression method (one that needs no question for a model with a calibration)",
     )
     add_calibration_option(cache)
+    add_cache_dtype_option(cache)
     cache.add_argument("--window", type=int, help="observation window, in queries")
     cache.add_argument("--protected", type=int, help="newest tokens that are never evicted")
     cache.add_argument("--sinks", type=int, help="oldest tokens that are never evicted")
@@ -244,7 +247,7 @@ def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "kvs_after": kvs_after,
         "blocks_before": stats.blocks_before,
         "blocks_after": stats.blocks_after,
-        "bytes_before": stats.blocks_before * block,
+        "bytes_before": stats.blocks_before * cache.spec.plain.block_bytes,
         "bytes_after": stats.blocks_after * block,
         "achieved_rate": kvs_before / kvs_after,
         "pool_bytes": cache.num_blocks * block,
@@ -280,7 +283,7 @@ def print_table(result: dict[str, Any]) -> None:
         asked += f" ({result['reached_rate']:.1f} reached)"
     if result["max_cache_tokens"] is None:
         asked = "nothing evicted"
-    title = f"{result['model']}, {result['method']}, {asked}"
+    title = f"{result['model']}, {result['method']}, {asked}, KVs in {result['dtype']}"
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("cache", "before compression", "after", "smaller by"):
         table.add_column(name, justify="left" if name == "cache" else "right")
@@ -395,7 +398,8 @@ def make_engine(
         )
         config = dataclasses.replace(config, pool_tokens=tokens)
     calibration = chosen_calibration(options, model, [as_method(compression.method)], progress)
-    return LLM(model, compression, config, calibration=calibration), sampling
+    llm = LLM(model, compression, config, cache_dtype=options.cache_dtype, calibration=calibration)
+    return llm, sampling
 
 
 def answer(
@@ -436,6 +440,7 @@ def run(options: argparse.Namespace) -> int:
 
     # What can be refused without a model is refused before one is loaded.
     settings_of(options)
+    check_cache_dtypes([options.cache_dtype])
     check_model_options(options)
     sizes_of(options)
     options.prompt, options.question = read_prompt(options)

@@ -8,6 +8,7 @@ appended to a JSONL file, and a run that was stopped goes on where it was. A Mar
     kvjax evaluate --quick                      # a small model, minutes on a CPU
     kvjax evaluate --data ./data --tasks needle,kv --methods all --rates 2,8,32
     kvjax evaluate --prompts mine.jsonl --protocols chat,agnostic
+    kvjax evaluate --quick --kv-dtype bfloat16,int8,int4
     kvjax evaluate --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
         --data ./data --tasks needle,ruler,longbench --length 4096,16384 --rows 20 --out llama.jsonl
     kvjax plot results.jsonl                    # pictures of it
@@ -27,6 +28,7 @@ from typing import Any
 from kvjax.cli.models import (
     add_calibration_option,
     add_model_options,
+    check_cache_dtypes,
     check_model_options,
     chosen_calibration,
     load_chosen_model,
@@ -40,6 +42,7 @@ from kvjax.cli.rows import (
     collect_rows,
     fill_in,
     rates_of,
+    split_list,
     table_beside,
 )
 
@@ -69,6 +72,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
     add_calibration_option(what)
     what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
+    what.add_argument(
+        "--kv-dtype",
+        dest="cache_dtypes",
+        default="",
+        metavar="TYPES",
+        help="what keys and values are stored in, each type in turn: float32, bfloat16, float16, "
+        "e4m3, e5m2, int8, int4, int2 (that of the weights)",
+    )
     add_row_options(parser, what, usual=USUAL, target_tokens=64)
     what.add_argument(
         "--max-new-tokens", type=int, help="of an answer, if less than the task's own number"
@@ -107,7 +118,10 @@ def run(options: argparse.Namespace) -> int:
     from kvjax.eval.sizes import EvaluatorConfig
 
     fill_in(options, QUICK if options.quick else USUAL)
-    variants = variants_of(choose_methods(options.methods), rates_of(options.rates))
+    stored = split_list("kv-dtype", options.cache_dtypes) if options.cache_dtypes else []
+    check_cache_dtypes(stored)
+    methods, rates = choose_methods(options.methods), rates_of(options.rates)
+    variants = variants_of(methods, rates, stored)
     protocols = choose_protocols(options.protocols)
     check_rows(options)
     config = EvaluatorConfig(

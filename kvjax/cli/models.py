@@ -73,6 +73,31 @@ def add_devices_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
     )
 
 
+def add_cache_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that says what keys and values are stored in: `cache_dtype`."""
+    parser.add_argument(
+        "--kv-dtype",
+        dest="cache_dtype",
+        metavar="TYPE",
+        help="what keys and values are stored in: float32, bfloat16, float16, e4m3, e5m2, int8, "
+        "int4 or int2 (that of the weights)",
+    )
+
+
+def check_cache_dtypes(names: Iterable[str | None]) -> None:
+    """Refuse, before a model is loaded, what no codec stores.
+
+    Raises:
+        UserError: names what there is.
+    """
+    names = [name for name in names if name is not None]
+    if names:
+        from kvjax.cache import as_codec
+
+        for name in names:
+            as_codec(name, "float32")
+
+
 def add_calibration_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the option that `chosen_calibration` reads."""
     parser.add_argument(

@@ -18,9 +18,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.models import (
+    add_cache_dtype_option,
     add_calibration_option,
     add_devices_option,
     add_model_options,
+    check_cache_dtypes,
     check_model_options,
     chosen_calibration,
     load_chosen_model,
@@ -58,6 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="further methods that requests may ask for, beside the own one and full",
     )
     add_calibration_option(cache)
+    add_cache_dtype_option(cache)
     cache.add_argument("--floor", type=int, help="least tokens that a rate keeps (128)")
     cache.add_argument(
         "--compress-every", type=int, metavar="N", help="compress after every N generated tokens"
@@ -240,6 +243,7 @@ def run(options: argparse.Namespace) -> int:
 
     # What can be refused without a model is refused before one is loaded.
     check_model_options(options)
+    check_cache_dtypes([options.cache_dtype])
     engine_settings(options)
     settings = server_settings(options)
     warm_up_lengths(options, 2**31 - 1)
@@ -266,7 +270,9 @@ def _serve(
     compression, config = engine_settings(options)
     methods = [as_method(name) for name in (compression.method, *config.methods)]
     calibration = chosen_calibration(options, model, methods, progress)
-    llm = AsyncLLM(model, compression, config, calibration=calibration)
+    llm = AsyncLLM(
+        model, compression, config, cache_dtype=options.cache_dtype, calibration=calibration
+    )
     service = Service(llm, settings)
     lengths = warm_up_lengths(options, llm.llm.max_len)
     progress.clear()

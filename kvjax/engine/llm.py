@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Codec, CompressionConfig, Method
+from kvjax.cache import Codec, CompressionConfig, Method, PagedCache
 from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
@@ -34,6 +34,7 @@ from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
 from kvjax.engine.stream import OutputStream, refused
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
+from kvjax.kernels import Encoded
 from kvjax.models import LoadedModel, load_model
 
 RATE_REACHED = 0.9
@@ -44,6 +45,16 @@ log = logging.getLogger(__name__)
 
 class RateWarning(UserWarning):
     """A request is compressed less than its settings ask for."""
+
+
+def tell_of_codes(cache: PagedCache) -> None:
+    """Say, in the log, where a device has kernels for attention and they do not read a pool."""
+    where = jax.default_backend()
+    if where != "cpu" and isinstance(cache.kv.operands[0], Encoded):
+        log.warning(
+            "keys and values in %s: the %s kernels read no codes, decode attention runs through "
+            "XLA", cache.spec.codec.name, where,
+        )  # fmt: skip
 
 
 class LLM:
@@ -126,6 +137,7 @@ class LLM:
             artefacts={n: jnp.asarray(x) for n, x in found.arrays.items()} if found else None,
             parallel=parallel,
         )
+        tell_of_codes(self.worker.cache)
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import (
+    CacheSpec,
     Method,
     free_blocks,
     get_method,
@@ -58,7 +59,7 @@ class Evaluator:
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
-        self._cache_of: tuple[int, Any] | None = None
+        self._cache_of: tuple[tuple[int, str | None], Any] | None = None
         eos = tuple(model.tokenizer.eos_ids) or (-1,)
         self._eos_ids = jnp.asarray(eos, jnp.int32)
 
@@ -75,7 +76,8 @@ class Evaluator:
 
     def _run(self, key: Any, fn: Callable, *args, donate: tuple[int, ...] = ()) -> Any:
         """Call `fn` as compiled for these shapes; compiling counts apart from every other time."""
-        shapes = tuple((np.shape(x), str(jnp.result_type(x))) for x in jax.tree.leaves(args))
+        leaves, tree = jax.tree.flatten(args)
+        shapes = tree, *((np.shape(x), str(jnp.result_type(x))) for x in leaves)
         if (key, shapes) not in self._compiled:
             start = time.perf_counter()
             compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
@@ -127,11 +129,15 @@ class Evaluator:
                     if variant in jobs[protocol]
                 ]
 
-    def empty_cache(self, tokens_per_head: int):
-        """An empty cache of the evaluator's slots, kept until another size is asked for."""
-        config, spec = self.config, self.spec
+    def spec_in(self, cache_dtype: str | None) -> CacheSpec:
+        """What a cache keeps of each KV that is stored in a type."""
+        return cache_spec(self.model, self.config.block_size, cache_dtype)
+
+    def empty_cache(self, tokens_per_head: int, cache_dtype: str | None = None):
+        """An empty cache of the evaluator's slots, kept until another size or type is asked for."""
+        config, spec = self.config, self.spec_in(cache_dtype)
         width = spec.blocks_per_head(tokens_per_head)
-        if self._cache_of is None or self._cache_of[0] != width:
+        if self._cache_of is None or self._cache_of[0] != (width, cache_dtype):
             self._cache_of = None
             sequences = max(1, -(-config.num_slots // 3))
             cache = init_cache(
@@ -148,9 +154,9 @@ class Evaluator:
         cache, self._cache_of = self._cache_of[1], None
         return cache
 
-    def keep_cache(self, cache) -> None:
+    def keep_cache(self, cache, cache_dtype: str | None = None) -> None:
         """Hand an empty cache back for the next prompt."""
-        self._cache_of = (cache.max_blocks, cache)
+        self._cache_of = (cache.max_blocks, cache_dtype), cache
 
 
 def _write_survivors(*args):
@@ -210,15 +216,18 @@ class _RowRun:
         growth = max(fed + self.new_tokens, self.answers[-1].opened - cut + self.free_tokens)
         # A block more: what a head holds of the prompt need not end with a full one.
         spare = self.evaluator.config.block_size
-        cache = self.evaluator.empty_cache(self.size + bucket(max(1, growth), 64) + spare)
+        most = self.size + bucket(max(1, growth), 64) + spare
         cuts = _Cut(self, cut, chunk, fed, room, growth)
-        # Slots of a like size side by side: a batch decodes at the pace of its longest head.
-        pending = sorted(variants, key=lambda v: (v.rate, v.method))
-        while pending:
-            cache, batch, pending = cuts.admit(cache, pending)
-            cache, results = cuts.score(cache, batch)
-            yield results
-        self.evaluator.keep_cache(cache)
+        for stored in dict.fromkeys(variant.cache_dtype for variant in variants):
+            cache = self.evaluator.empty_cache(most, stored)
+            # Slots of a like size side by side: a batch decodes at the pace of its longest head.
+            pending = [variant for variant in variants if variant.cache_dtype == stored]
+            pending.sort(key=lambda v: (v.rate, v.method))
+            while pending:
+                cache, batch, pending = cuts.admit(cache, pending)
+                cache, results = cuts.score(cache, batch)
+                yield results
+            self.evaluator.keep_cache(cache, stored)
         self.metrics.clear()
 
     def metric(self, method: Method, cut: int) -> tuple[Any, float]:
@@ -362,14 +371,15 @@ class _Cut:
 
     def _result(self, admitted: _Admitted, kept, recall, shared) -> dict[str, Any]:
         run, b = self.run, self.run.evaluator.config.block_size
-        row, heads, spec = run.row, run.evaluator.heads, run.evaluator.spec
+        row, heads = run.row, run.evaluator.heads
+        spec = run.evaluator.spec_in(admitted.variant.cache_dtype)
         blocks = int((-(-kept // b)).sum())
         return {
             "id": row.id,
             "task": row.task,
             "length": row.length,
             "depth": row.depth,
-            "method": admitted.variant.method,
+            "method": admitted.variant.label,
             "rate": admitted.variant.rate,
             "prompt_tokens": len(run.prompt),
             "compressed_tokens": self.cut,
@@ -378,7 +388,7 @@ class _Cut:
             "kvs_full": heads * self.cut,
             "kvs": int(kept.sum()),
             "blocks": blocks,
-            "bytes_full": spec.full_bytes(self.cut),
+            "bytes_full": run.evaluator.spec.full_bytes(self.cut),
             "bytes": blocks * spec.block_bytes,
             "shortfall": admitted.shortfall,
             "recall": told.rounded(recall.mean()) if len(self.chunk) else None,

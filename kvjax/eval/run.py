@@ -11,10 +11,17 @@ from kvjax.eval.sizes import Variant, bucket
 from kvjax.models.hub import Progress
 
 
-def variants_of(methods: Sequence[str], rates: Sequence[float]) -> list[Variant]:
-    """The full cache first, then every other method at every rate."""
+def variants_of(
+    methods: Sequence[str], rates: Sequence[float], cache_dtypes: Sequence[str] = ()
+) -> list[Variant]:
+    """The full cache first, then every other method at every rate.
+
+    With `cache_dtypes`, methods (and the full cache again) in each of these types.
+    """
     others = [method for method in dict.fromkeys(methods) if method != "full"]
-    return [Variant("full", 1.0)] + [Variant(m, float(r)) for m in others for r in rates]
+    kinds = [None] if not cache_dtypes else list(dict.fromkeys(cache_dtypes))
+    found = [Variant("full", 1.0)] + [Variant("full", 1.0, kind) for kind in kinds if kind]
+    return found + [Variant(m, float(r), kind) for kind in kinds for m in others for r in rates]
 
 
 def tokenised(
@@ -80,7 +87,7 @@ def run(
                 "give another --out"
             )
         lacking = {
-            protocol: [v for v in variants if not file.has((row.id, protocol, v.method, v.rate))]
+            protocol: [v for v in variants if not file.has((row.id, protocol, v.label, v.rate))]
             for protocol in protocols
         }
         lacking = {protocol: wanted for protocol, wanted in lacking.items() if wanted}

@@ -13,10 +13,17 @@ from kvjax.models.decoder import activation_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A method at a compression rate."""
+    """A method at a compression rate, and what keys and values are stored in."""
 
     method: str
     rate: float
+    cache_dtype: str | None = None
+    """As of `kvjax.cache.as_codec`; None stores what is computed."""
+
+    @property
+    def label(self) -> str:
+        """What results call the method."""
+        return self.method if self.cache_dtype is None else f"{self.method} in {self.cache_dtype}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +82,15 @@ def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: in
     return max(least, int(length * heads / (rate * block_size)))
 
 
-def cache_spec(model: LoadedModel, block_size: int = 16) -> CacheSpec:
-    """What a cache keeps of a model's KVs: as they are computed."""
-    codec = as_codec(None, activation_dtype(model.params))
+def cache_spec(
+    model: LoadedModel, block_size: int = 16, cache_dtype: str | None = None
+) -> CacheSpec:
+    """What a cache keeps of a model's KVs: as they are computed, or in another type.
+
+    Raises:
+        UserError: no codec stores that, or not with the model's head dimension.
+    """
+    codec = as_codec(cache_dtype, activation_dtype(model.params))
     return CacheSpec.of(model.config, codec, block_size)
 
 

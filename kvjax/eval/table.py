@@ -86,6 +86,8 @@ class Line:
     kvs_share: float
     """KVs held as a share of the full cache's."""
     megabytes: float
+    smaller: float | None
+    """Bytes of the full cache, as it is computed, over bytes held."""
     select_share: float
     """Seconds of choosing and writing the survivors as a share of the prefill's."""
     seconds: float
@@ -176,6 +178,9 @@ def _line(
         kvs=float(np.mean([row["kvs"] for row in rows])),
         kvs_share=float(np.mean([row["kvs"] / row["kvs_full"] for row in rows])),
         megabytes=float(np.mean([row["bytes"] for row in rows])) / 1e6,
+        smaller=float(np.mean([row["bytes_full"] / row["bytes"] for row in rows]))
+        if all("bytes_full" in row for row in rows)
+        else None,
         select_share=float(np.mean([s["select"] / s["prefill"] for s in seconds])),
         seconds=float(np.mean([s["select"] + s["score"] + s["decode"] for s in seconds])),
         full_fails=fails,
@@ -231,7 +236,8 @@ def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value
         protocol: of the lines to use.
         tasks: the tasks to average over.
         value: "score", "free", "share" (% of the full cache's score), "agree" or "recall", all in
-            %; "nll", "kl", or "rate" (KVs of the full cache over KVs held).
+            %; "nll", "kl", "rate" (KVs of the full cache over KVs held) or "smaller" (the same of
+            their bytes).
     """
     chosen = [l for l in lines if l.protocol == protocol and l.task in tasks]
     rates = sorted({line.rate for line in chosen if line.method != FULL})
@@ -248,7 +254,7 @@ def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value
         found = [cells.get((method, 1.0 if method == FULL else rate)) for rate in rates]
         # A mean over fewer tasks than the others' would not compare.
         shown = [np.mean(c) if c and len(c) == len(tasks) else None for c in found]
-        form = ".1f" if percent or value == "rate" else ".3f"
+        form = ".1f" if percent or value in ("rate", "smaller") else ".3f"
         rows.append((method, *(_number(v, form) for v in shown)))
     return "\n".join(_table(("method", *(f"{rate:g}×" for rate in rates)), rows))
 
@@ -257,7 +263,7 @@ def long_table(lines: Sequence[Line]) -> str:
     """Every line with its intervals."""
     head = (
         *("task", "protocol", "method", "rate", "prompts", "score", "free answer", "% of full"),
-        *("NLL", "KL", "agree %", "recall %", "KVs", "reached rate", "MB"),
+        *("NLL", "KL", "agree %", "recall %", "KVs", "reached rate", "MB", "fewer bytes"),
         *("select % of prefill", "s"),
     )
     rows = (
@@ -277,6 +283,7 @@ def long_table(lines: Sequence[Line]) -> str:
             f"{line.kvs:,.0f}",
             f"{1 / line.kvs_share:.1f}",
             f"{line.megabytes:.2f}",
+            _number(line.smaller, ".1f"),
             f"{line.select_share * 100:.1f}",
             f"{line.seconds:.2f}",
         )
@@ -306,6 +313,7 @@ def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> 
         sections += [("KL(full ‖ compressed) on what the full cache says by itself", own, "kl")]
         reached = "Reached rate: KVs of the full cache / KVs held"
         sections += [(reached, [l.task for l in full], "rate")]
+        sections += [("Fewer bytes: full cache / held", [l.task for l in full], "smaller")]
         for name, tasks, value in sections:
             if tasks:
                 mean = f", mean of {len(tasks)} tasks" if len(tasks) > 1 else ""
@@ -318,7 +326,8 @@ def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> 
 FOOT = (
     "Means over prompts, 95 % bootstrap intervals over prompts in brackets. Scores × 100. "
     "free answer: how many greedy answers that are given no beginning hold the true one. "
-    "reached rate: KVs of the full cache / KVs held. "
+    "reached rate: KVs of the full cache / KVs held. fewer bytes: the same of the bytes, with all "
+    "that is kept beside a KV, the full cache as it is computed. "
     "✗: the full cache itself scores under 50 (em) or 5 (other metrics), so the line says nothing. "
     "NLL, KL to the full cache and top-1 agreement are over the target tokens after the first. "
     "recall: share of the attention that the following tokens pay to the prompt, with the full "

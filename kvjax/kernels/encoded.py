@@ -1,11 +1,22 @@
 """A pool that attention reads through a decoder."""
 
 import dataclasses
-from typing import Any, Protocol, no_type_check, runtime_checkable
+from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Num
+
+
+class Factors(NamedTuple):
+    """Rows as small numbers, each row with a factor and a summand: codes · scale + offset, turned.
+
+    None in place of a factor is 1, in place of a summand 0. Codes are finite whatever was stored.
+    """
+
+    codes: Num[Array, "*n d"]
+    scale: Float[Array, "*n"] | None = None
+    offset: Float[Array, "*n"] | None = None
 
 
 @runtime_checkable
@@ -15,6 +26,18 @@ class Decoder(Protocol):
     def decode(self, stored: Any) -> Float[Array, "*n d"]: ...
 
 
+@runtime_checkable
+class Factored(Protocol):
+    """A decoder whose rows have factors: products with rows are products with their codes, and
+    need neither rows nor turns of them."""
+
+    def factors(self, stored: Any) -> Factors: ...
+
+    def turned(self, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        """Rows in the basis of the codes, or back: an orthogonal matrix that is its own inverse."""
+        ...
+
+
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +45,7 @@ class Encoded:
     """A pool [N, b, d] of keys or values in another form, in place of the array.
 
     Its shape and dtype are those of the rows. Device kernels that do not know the form leave it to
-    the XLA path, which decodes the blocks that it gathers.
+    the XLA path, which reads the blocks that it gathers.
     """
 
     stored: Any
@@ -45,6 +68,27 @@ class Encoded:
     def dtype(self) -> jnp.dtype:
         return self._rows.dtype
 
+    def _blocks(self, blocks: Int32[Array, "*n"]) -> Any:
+        return jax.tree.map(lambda x: x[blocks], self.stored)
+
     def __getitem__(self, blocks: Int32[Array, "*n"]) -> Float[Array, "..."]:
         """The rows of some blocks."""
-        return self.decoder.decode(jax.tree.map(lambda x: x[blocks], self.stored))
+        return self.decoder.decode(self._blocks(blocks))
+
+    def factors(self, blocks: Int32[Array, "*n"]) -> Factors:
+        """The rows of some blocks, as far as their decoder goes with them by factors."""
+        if isinstance(self.decoder, Factored):
+            return self.decoder.factors(self._blocks(blocks))
+        return Factors(self[blocks])
+
+
+def factors_of(pool: Array | Encoded, blocks: Int32[Array, "*n"]) -> Factors:
+    """The rows of some blocks of a pool, as factors."""
+    return pool.factors(blocks) if isinstance(pool, Encoded) else Factors(pool[blocks])
+
+
+def turned(pool: Array | Encoded, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+    """Rows in the basis of a pool's codes, or back."""
+    if isinstance(pool, Encoded) and isinstance(pool.decoder, Factored):
+        return pool.decoder.turned(rows)
+    return rows

@@ -15,6 +15,7 @@ import kvjax
 from kvjax import cache as kv
 from kvjax.cache.store import CacheSpec
 from kvjax.cache.store.codec import Codec, Plain, Rounded
+from kvjax.cache.store.scaled import Integers
 from kvjax.engine import LLM, EngineConfig
 from kvjax.errors import UserError
 from kvjax.kernels import explain, paged_attention
@@ -50,6 +51,16 @@ class Cast(Plain):
 
     def encode(self, rows):
         return jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded(Plain):
+    """The rows that another codec's decode to."""
+
+    of: Codec = dataclasses.field(default_factory=Plain)
+
+    def encode(self, rows):
+        return self.of.decode(self.of.encode(rows))
 
 
 def run(codec: Codec, rounded: Codec | None = None) -> Iterator[kv.PagedCache]:
@@ -152,7 +163,7 @@ def engine(params, **arguments) -> LLM:
     return LLM(LoadedModel(TINY, params, tiny_tokenizer(), ""), config=sizes, **arguments)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", [None, "bfloat16", "int4"])
 def test_the_memory_plan_is_what_the_engine_holds(tiny_params, cache_dtype):  # noqa: F811
     llm = engine(tiny_params, cache_dtype=cache_dtype, methods=("lazyeviction", "scissorhands"))
     held = sum(x.nbytes for x in jax.tree.leaves((llm.worker.cache, llm.worker.state)))
@@ -161,13 +172,18 @@ def test_the_memory_plan_is_what_the_engine_holds(tiny_params, cache_dtype):  # 
     assert llm.plan.spec == llm.worker.cache.spec
 
 
-def test_a_bfloat16_pool_is_a_cast(tiny_params):  # noqa: F811
-    """Tokens and kept positions are those of a float32 pool of rounded KVs.
+@pytest.mark.parametrize(
+    ("stored", "like"),
+    [("bfloat16", Cast()), ("int8", Coded(of=Integers())), ("int4", Coded(of=Integers(bits=4)))],
+    ids=["bfloat16", "int8", "int4"],
+)
+def test_a_pool_of_fewer_bits_is_one_of_rounded_rows(stored, like, tiny_params):  # noqa: F811
+    """Tokens and kept positions are those of a float32 pool of such rows.
 
     A prompt in its scratch, one in chunks in the pool, compression while decoding.
     """
     found = []
-    for codec in ("bfloat16", Cast()):
+    for codec in (stored, like):
         asked = kv.CompressionConfig("h2o-decode", max_cache_tokens=16, compress_every=4)
         llm = engine(tiny_params, cache_dtype=codec, compression=asked)
         assert llm.worker.cache.k.dtype == ("bfloat16" if codec == "bfloat16" else "float32")
@@ -183,10 +199,11 @@ def test_a_bfloat16_pool_is_a_cast(tiny_params):  # noqa: F811
     assert max(position.max() for position in held) > 80
 
 
-@pytest.mark.parametrize("wrong", ["int8", "float64", "nonsense", 7])
+@pytest.mark.parametrize("wrong", ["int3", "float64", "nonsense", 7])
 @pytest.mark.usefixtures("unchecked_signatures")
 def test_what_no_codec_stores_is_refused_in_one_line(wrong):
-    with pytest.raises(UserError, match=f"^cache_dtype {wrong}: give one of bfloat16, .*codec$"):
+    asked = f"cache_dtype '?{wrong}'?: give one of bfloat16, .*int4, .*codec"
+    with pytest.raises(UserError, match=f"^{asked}$"):
         kv.as_codec(wrong, "float32")
     assert kv.as_codec("float32", "float32") == kv.as_codec(None, jnp.float32) == Plain()
     assert kv.as_codec(jnp.bfloat16, np.float32) == Rounded()

@@ -69,6 +69,22 @@ def test_json_says_all_there_is_to_say(tiny, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_fewer_bits_are_fewer_bytes_of_as_many_kvs(tiny):
+    found = []
+    for stored in ("float32", "int8"):
+        code, out, err = tiny("--max-cache-tokens", 64, "--json", "--kv-dtype", stored)
+        assert code == 0, err
+        assert f"KVs in {stored}" in err
+        found.append(json.loads(out))
+    plain, coded = found
+    assert (plain["dtype"], coded["dtype"]) == ("float32", "int8")
+    assert plain["kvs_after"] == coded["kvs_after"]
+    assert plain["bytes_before"] == coded["bytes_before"]
+    # 8 numbers of a byte and a scale, twice, beside metric and position.
+    each = 2 * (8 + 2) + 8, 2 * 8 * 4 + 8
+    assert coded["bytes_after"] * each[1] == plain["bytes_after"] * each[0]
+
+
 def test_text_alone_goes_to_stdout(tiny):
     code, out, err = tiny("--rate", 4)
     assert code == 0
@@ -140,6 +156,10 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
         (("--plot", "/no/such/folder/kept.png"), "no such folder"),
         (("--plot", "kept.nonsense"), "kept.nonsense"),
         (("--compress-every", "0"), "compress_every 0"),
+        (
+            ("--kv-dtype", "int3"),
+            "cache_dtype 'int3': give one of bfloat16, float16, float32, int8",
+        ),
         (("--tensor-parallel", "0"), "tensor_parallel 0"),
         (("--tensor-parallel", "2"), "this process has 1 of kind cpu; give at most 1"),
         (("--nonsense",), "--nonsense"),

@@ -124,6 +124,38 @@ def test_a_run_goes_on_where_it_was(tiny, prompts, tmp_path):
     assert "0 results" in err
 
 
+def test_types_of_keys_and_values_are_compared_by_their_bytes(tiny, prompts, tmp_path):
+    code, out, err = tiny("--prompts", prompts, "--rates", "2", "--kv-dtype", "float32,int8")
+    assert code == 0, err
+    rows = {(r["id"], r["method"], r["rate"]): r for r in read(tmp_path / "r.jsonl")}
+    names = [("full", 1.0)]
+    names += [
+        (f"{m} in {t}", r)
+        for t in ("float32", "int8")
+        for m, r in (("full", 1.0), ("kv-compress", 2.0))
+    ]
+    assert set(rows) == {(row, *name) for row in "ab" for name in names}
+    full, coded = rows["a", "full", 1.0], rows["a", "full in int8", 1.0]
+    assert rows["a", "full in float32", 1.0]["nll"] == pytest.approx(full["nll"], abs=1e-5)
+    # 8 numbers of a byte and a scale, twice, beside metric and position.
+    assert coded["bytes"] * (2 * 8 * 4 + 8) == full["bytes"] * (2 * (8 + 2) + 8)
+    assert coded["bytes_full"] == full["bytes_full"] == full["bytes"]
+    assert coded["kvs"] == full["kvs"]
+    assert 0 < abs(coded["nll"] - full["nll"]) < 0.1
+    assert (
+        rows["a", "kv-compress in int8", 2.0]["kvs"]
+        == rows["a", "kv-compress in float32", 2.0]["kvs"]
+    )
+    assert "## Fewer bytes" in out
+    fewer = re.findall(
+        r"^\| (full in int8) \| ([\d.]+) ", out.split("## Fewer bytes")[1], re.MULTILINE
+    )
+    assert fewer == [("full in int8", f"{72 / 28:.1f}")]
+    code, _, err = tiny("--prompts", prompts, "--rates", "2", "--kv-dtype", "int8,float32")
+    assert code == 0
+    assert "0 results" in err
+
+
 def test_more_methods_and_rates_are_added_to_a_file(tiny, prompts, tmp_path):
     assert tiny("--prompts", prompts, "--rates", "2")[0] == 0
     assert tiny("--prompts", prompts, "--rates", "2,8")[0] == 0

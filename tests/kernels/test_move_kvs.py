@@ -22,7 +22,7 @@ NOWHERE = 2**30
 def problem(count, d: int = D, dtype: str = "bfloat16", seed: int = 0):
     """Pools, moves between disjoint slots, and the pools afterwards."""
     rng = np.random.default_rng(seed)
-    pools = [jnp.asarray(rng.standard_normal((BLOCKS, B, d)), dtype) for _ in "kv"]
+    pools = [jnp.asarray(10 + rng.standard_normal((BLOCKS, B, d)), dtype) for _ in "kv"]
     slots = rng.permutation(BLOCKS * B)
     moves = np.full((2, len(count), WIDTH), NOWHERE, np.int32)
     # Nor must slots that exist, which a scatter would not drop.
@@ -57,6 +57,8 @@ def assert_moved(name: str, arguments, expected) -> None:
     ("d", "dtype"),
     [
         (64, "bfloat16"),
+        (32, "uint8"),
+        pytest.param(64, "float8_e4m3fn", marks=pytest.mark.slow),
         pytest.param(80, "bfloat16", marks=pytest.mark.slow),
         pytest.param(128, "float32", marks=pytest.mark.slow),
     ],
@@ -82,11 +84,19 @@ def shapes(d: int = 128, dtype: str = "bfloat16"):
     return pool, pool, slots, slots, jax.ShapeDtypeStruct((256,), jnp.int32)
 
 
-@pytest.mark.parametrize("d", [64, 80, 96, 128])
-def test_lowers_for_h200(d: int) -> None:
+@pytest.mark.parametrize(
+    ("d", "dtype"),
+    [
+        *((d, "bfloat16") for d in (64, 80, 96, 128)),
+        # Codes of 8, 4 and 2 bits.
+        *((64, dtype) for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")),
+        *((d, "uint8") for d in (64, 32, 16)),
+    ],
+)
+def test_lowers_for_h200(d: int, dtype: str) -> None:
     with jax.sharding.use_abstract_mesh(H200):
-        assert explain(move_kvs, *shapes(d)) == "mosaic_gpu"
-        traced = jax.jit(move_kvs).trace(*shapes(d))
+        assert explain(move_kvs, *shapes(d, dtype)) == "mosaic_gpu"
+        traced = jax.jit(move_kvs).trace(*shapes(d, dtype))
         assert "move_kvs" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -5,11 +5,12 @@ every formula, `KVPool` every access, and a `Codec` says what is stored of a row
 why a KV stays or goes.
 """
 
-from kvjax.cache.store.codec import Codec, Plain, Rounded, as_codec
+from kvjax.cache.store.codec import Codec, Plain, Rounded
 from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.grow import allocate
 from kvjax.cache.store.invariants import check_invariants
+from kvjax.cache.store.named import as_codec
 from kvjax.cache.store.paged import (
     PagedCache,
     blocks_for,
@@ -21,6 +22,7 @@ from kvjax.cache.store.paged import (
 )
 from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_layer, write_newest
 from kvjax.cache.store.saved import restored, saved, typed
+from kvjax.cache.store.scaled import Floats, Integers, Scaled
 from kvjax.cache.store.shard import HeadShard, agreed, summed
 from kvjax.cache.store.sharing import share, unshare, unshare_slots
 from kvjax.cache.store.slots import put_slots, take_slots
@@ -30,13 +32,16 @@ from kvjax.cache.store.write import append, begin_append, write_prompt
 __all__ = [
     "CacheSpec",
     "Codec",
+    "Floats",
     "FreeBlocks",
     "HeadShard",
+    "Integers",
     "KVPool",
     "PagedCache",
     "Plain",
     "Plane",
     "Rounded",
+    "Scaled",
     "agreed",
     "allocate",
     "append",

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.errors import UserError
 from kvjax.kernels import Encoded
-from kvjax.kernels.paged_attention.spec import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +25,13 @@ class Codec:
     def name(self) -> str:
         """What reports call it."""
         return type(self).__name__.lower()
+
+    def check(self, head_dim: int) -> None:
+        """Refuse a head dimension whose rows cannot be stored.
+
+        Raises:
+            UserError: names what can be.
+        """
 
     def encode(self, rows: Float[Array, "*n d"]) -> Any:
         """What is stored of some rows: arrays (a pytree) with the same leading axes."""
@@ -87,25 +92,3 @@ class Rounded(Plain):
 
     def decode(self, stored: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
         return stored.astype(self.dtype)
-
-
-def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DTypeLike) -> Codec:
-    """The codec of a pool: the one that is given, or the one that stores rows in a dtype.
-
-    Args:
-        asked: a codec, or the dtype to store; None stores what is computed.
-        computed: dtype of the model's keys and values, and of what is decoded.
-
-    Raises:
-        UserError: no codec stores that.
-    """
-    dtype = jnp.dtype(computed).name
-    if isinstance(asked, Codec):
-        return dataclasses.replace(asked, dtype=dtype)
-    try:
-        stored = dtype if asked is None else jnp.dtype(asked).name
-    except TypeError:
-        stored = None
-    if stored not in DTYPES:
-        raise UserError(f"cache_dtype {asked}: give one of {', '.join(DTYPES)}, or a codec")
-    return Plain(dtype) if stored == dtype else Rounded(dtype, stored)

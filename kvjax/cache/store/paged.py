@@ -149,6 +149,7 @@ def init_cache(
 
     Raises:
         ValueError: a size is not a positive integer.
+        UserError: the codec cannot store rows of this head dimension.
     """
     sizes = {
         "num_slots": num_slots,
@@ -165,6 +166,7 @@ def init_cache(
     heads = (num_slots, num_layers, num_kv_heads)
     pool = (num_blocks, block_size)
     codec = codec or Plain(jnp.dtype(dtype).name)
+    codec.check(head_dim)
     return PagedCache(
         kv=KVPool.empty(codec, *pool, head_dim),
         metric=jnp.zeros(pool, jnp.float32),

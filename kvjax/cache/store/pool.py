@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.cache.store.codec import Codec
+from kvjax.cache.store.codec import Codec, Plain
 from kvjax.kernels import move_kvs
 
 
@@ -60,6 +60,35 @@ class KVPool:
     ) -> "KVPool":
         """With rows written to some blocks, or to offsets in them; ids of N are passed over."""
         return self._with(lambda pool, rows: scattered(pool, at, rows), k, v)
+
+    def rewrite(
+        self,
+        blocks: Int32[Array, "*n"],
+        k: Float[Array, "... b d"],
+        v: Float[Array, "... b d"],
+    ) -> "KVPool":
+        """With other rows in some blocks. Those that are what `read` gave stay as they are stored,
+        and are not encoded a second time."""
+        if isinstance(self.codec, Plain):
+            return self.write((blocks,), k, v)
+        stored = (self.stored_k, self.stored_v)
+        held = jax.tree.map(lambda x: gathered(x, blocks), stored)
+
+        def rows(old: Any, new: Float[Array, "... b d"]) -> Any:
+            same = jnp.all(new == self.codec.decode(old), axis=-1)
+
+            def chosen(kept, coded):
+                mask = same.reshape(*same.shape, *(1,) * (kept.ndim - same.ndim))
+                return jnp.where(mask, kept, coded)
+
+            return jax.tree.map(chosen, old, self.codec.encode(new))
+
+        k, v = jax.tree.map(
+            lambda pool, new: scattered(pool, (blocks,), new),
+            stored,
+            tuple(rows(old, new) for old, new in zip(held, (k, v))),
+        )
+        return KVPool(k, v, self.codec)
 
     def write_newest(
         self,

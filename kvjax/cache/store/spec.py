@@ -53,6 +53,13 @@ class CacheSpec:
     planes: tuple[Plane, ...] = ()
     """Further numbers of each KV, as methods declare them."""
 
+    def __post_init__(self):
+        """
+        Raises:
+            UserError: the codec cannot store rows of this head dimension.
+        """
+        self.codec.check(self.head_dim)
+
     @classmethod
     def of(
         cls,
@@ -63,6 +70,11 @@ class CacheSpec:
     ) -> "CacheSpec":
         """That of a model's KVs."""
         return cls(model.num_layers, model.num_kv_heads, model.head_dim, codec, block_size, planes)
+
+    @property
+    def plain(self) -> "CacheSpec":
+        """The same of KVs that are stored as they are computed."""
+        return dataclasses.replace(self, codec=Plain(self.codec.dtype))
 
     @property
     def heads(self) -> int:

@@ -29,8 +29,10 @@ from kvjax.checks import check_number, check_whole, shown
 from kvjax.cli.command import check_output_file
 from kvjax.cli.models import (
     DTYPES,
+    add_cache_dtype_option,
     add_devices_option,
     add_weight_dtype_option,
+    check_cache_dtypes,
     load_chosen_model,
 )
 from kvjax.cli.progress import Progress
@@ -59,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--method", default="kv-compress-continual", help="compression method (%(default)s)")
     add("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
     add("--emulate", choices=EMULATED, help="the pool of one of the papers' cards")
+    add_cache_dtype_option(parser)
     add_devices_option(parser)
     add("--max-batch", type=int, default=256, help="most sequences at once (%(default)s)")
     add("--prefill-chunk", type=int, default=2048, help="(%(default)s tokens)")
@@ -104,6 +107,7 @@ def check(options: argparse.Namespace) -> None:
     SamplingParams(temperature=options.temperature, max_tokens=options.output_len)
     if options.emulate and options.pool_tokens is not None:
         raise UserError("--emulate and --pool-tokens both size the pool: give one of them")
+    check_cache_dtypes([options.cache_dtype])
     engine_config(options, max_len=None)
     for rate in options.rate:
         compression_of(rate, options.method)

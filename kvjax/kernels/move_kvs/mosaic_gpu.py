@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Num
 
 from kvjax.kernels import device
 from kvjax.kernels.paged_attention import worklist
@@ -96,15 +96,15 @@ def _move(
 
 
 def move_kvs(
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    k: Num[Array, "N b d"],
+    v: Num[Array, "N b d"],
     source: Int32[Array, "rows U"],
     target: Int32[Array, "rows U"],
     count: Int32[Array, " rows"],
     *,
     programs: int | None = None,
     interpret: Any = None,
-) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
+) -> tuple[Num[Array, "N b d"], Num[Array, "N b d"]]:
     """See `kvjax.kernels.move_kvs`. `interpret`: an `InterpretGPUParams`."""
     if programs is None:
         programs = PROGRAMS_PER_CORE * device.of(k).cores

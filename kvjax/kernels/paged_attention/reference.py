@@ -2,14 +2,16 @@
 
 Pages are gathered a few at a time under an online softmax. Heads come in the order of their
 lengths, so that later pages are gathered for those alone that have them: the work follows the KVs
-that are really there, and no head is gathered whole.
+that are really there, and no head is gathered whole. Of encoded pools that have factors the codes
+are multiplied: queries and outputs are turned instead of rows, and logits and weights scaled.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.kernels.encoded import Encoded
+from kvjax.kernels.encoded import Encoded, Factors, factors_of, turned
 
 CHUNK_TOKENS = 128
 """KVs gathered from each head at once."""
@@ -58,7 +60,13 @@ def paged_attention(
     table = in_order(jnp.minimum(block_table, num_blocks - 1))
     table = jnp.pad(table, ((0, 0), (0, width - max_blocks)))
     lengths = in_order(context_len)
-    queries = in_order(q.reshape(num_seqs, num_heads, group, d).astype(jnp.float32) * scale)
+    queries = turned(k, q.astype(jnp.float32)) * scale
+    queries = in_order(queries.reshape(num_seqs, num_heads, group, d))
+
+    def read(pool, page) -> Factors:
+        """A chunk of `size` heads: codes [size, chunk, d], and what belongs to each KV."""
+        found = factors_of(pool, page)
+        return jax.tree.map(lambda x: x.reshape(size, chunk, *x.shape[3:]), found)
 
     def attend_rows(i, carry, part):
         """One more chunk, the `part`-th, of `size` rows from i · size on."""
@@ -69,10 +77,17 @@ def paged_attention(
         (out, top, total), logits = (rows_of(x) for x in carry[:3]), carry[3]
         page = lax.dynamic_slice_in_dim(rows_of(table), part * pages, pages, axis=1)
         valid = part * chunk + jnp.arange(chunk) < rows_of(lengths)[:, None]
-        k_c = k[page].reshape(size, chunk, d).astype(jnp.float32)
+        keys, values = read(k, page), read(v, page)
+        k_c, v_c = keys.codes.astype(jnp.float32), values.codes
         # Weight 0 does not silence a NaN in a slot nobody wrote: such values must be 0 themselves.
-        v_c = jnp.where(valid[..., None], v[page].reshape(size, chunk, d), 0).astype(jnp.float32)
-        s = jnp.einsum("nrd,ntd->nrt", rows_of(queries), k_c, preferred_element_type=jnp.float32)
+        if values.scale is None:
+            v_c = jnp.where(valid[..., None], v_c, 0)
+        v_c, q_c = v_c.astype(jnp.float32), rows_of(queries)
+        s = jnp.einsum("nrd,ntd->nrt", q_c, k_c, preferred_element_type=jnp.float32)
+        if keys.scale is not None:
+            s = s * keys.scale[:, None].astype(jnp.float32)
+        if keys.offset is not None:
+            s = s + jnp.sum(q_c, axis=-1)[..., None] * keys.offset[:, None].astype(jnp.float32)
         s = jnp.where(valid[:, None], s, -jnp.inf)
         if logits is not None:
             logits = lax.dynamic_update_slice(logits, s, (i * size, 0, part * chunk))
@@ -80,9 +95,11 @@ def paged_attention(
         finite = jnp.where(jnp.isfinite(new_top), new_top, 0)
         p = jnp.exp(s - finite[..., None])
         decay = jnp.exp(top - finite)
-        out = out * decay[..., None] + jnp.einsum(
-            "nrt,ntd->nrd", p, v_c, preferred_element_type=jnp.float32
-        )
+        weights = _times(p, values.scale, valid)
+        added = jnp.einsum("nrt,ntd->nrd", weights, v_c, preferred_element_type=jnp.float32)
+        if values.offset is not None:
+            added = added + jnp.sum(_times(p, values.offset, valid), axis=-1, keepdims=True)
+        out = out * decay[..., None] + added
         new = (out, new_top, total * decay + jnp.sum(p, axis=-1))
         kept = (
             lax.dynamic_update_slice_in_dim(whole, some, i * size, axis=0)
@@ -120,4 +137,11 @@ def paged_attention(
         if observed is not None:
             touched &= observed[:, None, None]
         metric = metric.at[jnp.where(touched, block_table, num_blocks)].add(powers, mode="drop")
-    return out.reshape(num_seqs, num_query_heads, d).astype(dtype), metric
+    return turned(v, out.reshape(num_seqs, num_query_heads, d)).astype(dtype), metric
+
+
+def _times(
+    p: Float[Array, "n r t"], factor: Float[Array, "n t"] | None, valid: Bool[Array, "n t"]
+) -> Float[Array, "n r t"]:
+    """Weights times a number of each KV; what lies in slots that nobody wrote counts nothing."""
+    return p if factor is None else p * jnp.where(valid, factor, 0)[:, None].astype(jnp.float32)

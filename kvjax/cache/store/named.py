@@ -1,0 +1,44 @@
+"""Codecs by the names that options have for them."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.store.codec import Codec, Plain, Rounded
+from kvjax.cache.store.scaled import Floats, Integers
+from kvjax.checks import shown
+from kvjax.errors import UserError
+from kvjax.kernels.paged_attention.spec import DTYPES
+
+SCALED: Mapping[str, Codec] = {
+    codec.name: codec
+    for codec in (Integers(), Integers(bits=4), Integers(bits=2), Floats(), Floats(kind="e5m2"))
+}
+"""Those with a scale per row."""
+
+
+def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DTypeLike) -> Codec:
+    """The codec of a pool: the one that is given, or the one that stores rows in a dtype.
+
+    Args:
+        asked: a codec, or the dtype to store; None stores what is computed.
+        computed: dtype of the model's keys and values, and of what is decoded.
+
+    Raises:
+        UserError: no codec stores that.
+    """
+    dtype = jnp.dtype(computed).name
+    if isinstance(asked, str):
+        asked = SCALED.get(asked, asked)
+    if isinstance(asked, Codec):
+        return dataclasses.replace(asked, dtype=dtype)
+    try:
+        stored = dtype if asked is None else jnp.dtype(asked).name
+    except TypeError:
+        stored = None
+    if stored not in DTYPES:
+        names = ", ".join((*DTYPES, *SCALED))
+        raise UserError(f"cache_dtype {shown(asked)}: give one of {names}, or a codec")
+    return Plain(dtype) if stored == dtype else Rounded(dtype, stored)

@@ -1,0 +1,187 @@
+"""Codecs of 8, 4 and 2 bits: every row as small numbers and a scale of its own.
+
+A row follows from what is stored of it alone, so blocks can be freed, moved and shared as they are.
+Scales are bfloat16. Of 8 bits they are rounded up, and codes are those of the rounded scale, so
+that rounding costs nothing but range. A row that is not finite is stored with the scale NaN: it
+decodes to NaN and hides nothing.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt8
+
+from kvjax.cache.store.codec import Codec
+from kvjax.errors import UserError
+from kvjax.kernels.encoded import Factors
+
+Stored = dict[str, Array]
+"""`codes` [*n, w] and `scale` [*n], bfloat16; with `offset` [*n], too, where a codec has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Codec):
+    """Rows are codes times a scale per row."""
+
+    def factors(self, stored: Stored) -> Factors:
+        return Factors(stored["codes"], stored["scale"])
+
+    def turned(self, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        """Rows in the basis in which they are coded, or back."""
+        return rows
+
+    def decode(self, stored: Stored) -> Float[Array, "*n d"]:
+        codes, scale, offset = self.factors(stored)
+        assert scale is not None
+        rows = codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32)
+        if offset is not None:
+            rows = rows + offset[..., None].astype(jnp.float32)
+        return self.turned(rows).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats(Scaled):
+    """Eight-bit floating point: "e4m3" (3 bits of mantissa) or "e5m2" (2, and more range).
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning (2022), section 3. The largest entry
+    of a row becomes the largest number of the format.
+    """
+
+    kind: str = "e4m3"
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def encode(self, rows: Float[Array, "*n d"]) -> Stored:
+        stored = jnp.dtype({"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[self.kind])
+        rows = rows.astype(jnp.float32)
+        top = jnp.max(jnp.abs(rows), axis=-1)
+        scale = rounded_up(top / float(jnp.finfo(stored).max))
+        codes = jnp.where(jnp.isfinite(top)[..., None], rows / divisor(scale)[..., None], 0)
+        return {"codes": codes.astype(stored), "scale": as_scale(scale, top)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers(Scaled):
+    """Whole numbers of 8, 4 or 2 bits.
+
+    Those of 8 bits are −127 … 127 times the scale. Rows of 4 and 2 bits are rotated first (a
+    Hadamard matrix, as of QuaRot, section 4), which spreads what single channels have over all of
+    them and leaves nothing for a zero point to do. Levels lie at ±½, ±1½, …; the outermost stands
+    for the share of the row's largest entry, of a few, that leaves the least squared error. The
+    scale is then the one with which the product of a row and what it decodes to is the row's square
+    (EDEN, section 3): logits are not drawn to 0, as they are by the scale of least error.
+    """
+
+    bits: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def _packed(self) -> int:
+        """Numbers per byte."""
+        return 8 // self.bits
+
+    def check(self, head_dim: int) -> None:
+        if head_dim % self._packed:
+            raise UserError(
+                f"cache_dtype {self.name} packs {self._packed} numbers into a byte, and the head "
+                f"dimension is {head_dim}: give int8"
+            )
+
+    def turned(self, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        """Rotated by a Hadamard matrix (of the largest power of two that divides d, in parts)."""
+        if self.bits == 8:
+            return rows
+        size = math.gcd(rows.shape[-1], 1 << 30)
+        parts = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, size)
+        # Products in fewer bits, as of some devices, would cost more than the codes do.
+        parts = jnp.matmul(parts, hadamard(size), precision=lax.Precision.HIGHEST)
+        return parts.reshape(rows.shape)
+
+    def encode(self, rows: Float[Array, "*n d"]) -> Stored:
+        rows = self.turned(rows.astype(jnp.float32))
+        top = jnp.max(jnp.abs(rows), axis=-1)
+        finite = jnp.where(jnp.isfinite(top)[..., None], rows, 0)
+        if self.bits == 8:
+            scale = rounded_up(top / 127)
+            codes = jnp.round(finite / divisor(scale)[..., None]).astype(jnp.int8)
+            return {"codes": codes, "scale": as_scale(scale, top)}
+        # Largest entries of 1, so that no square is out of range.
+        finite = finite / divisor(top)[..., None]
+        level = self._levels(finite)
+        along = jnp.sum(finite * level, axis=-1)
+        scale = jnp.where(top > 0, top * jnp.sum(finite**2, axis=-1) / divisor(along), 0)
+        codes = (level + ((1 << self.bits) - 1) / 2).astype(jnp.uint8)
+        return {"codes": packed(codes, self.bits), "scale": as_scale(scale, top)}
+
+    def _levels(self, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        """The levels ±½, ±1½, … of rows whose largest entry is 1."""
+        half, best = 1 << (self.bits - 1), None
+        for share in SHARES[self.bits]:
+            step = share / (half - 0.5)
+            level = jnp.clip(jnp.floor(rows / step), -half, half - 1) + 0.5
+            error = jnp.sum((level * step - rows) ** 2, axis=-1, keepdims=True)
+            if best is not None:
+                less = error < best[0]
+                error, level = (jnp.where(less, x, old) for x, old in zip((error, level), best))
+            best = error, level
+        assert best is not None
+        return best[1]
+
+    def factors(self, stored: Stored) -> Factors:
+        codes = stored["codes"]
+        if self.bits < 8:
+            codes = unpacked(codes, self.bits).astype(jnp.float32) - ((1 << self.bits) - 1) / 2
+        return Factors(codes, stored["scale"])
+
+
+SHARES = {4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.7, 0.55)}
+"""Of a row's largest entry: what the outermost level may stand for, by bits."""
+
+
+def packed(codes: UInt8[Array, "*n d"], bits: int) -> UInt8[Array, "*n w"]:
+    """Several codes to a byte: those of the first part of a row in its lowest bits."""
+    parts = jnp.split(codes, 8 // bits, axis=-1)
+    return functools.reduce(
+        jnp.bitwise_or, (part << np.uint8(i * bits) for i, part in enumerate(parts))
+    )
+
+
+def unpacked(codes: UInt8[Array, "*n w"], bits: int) -> UInt8[Array, "*n d"]:
+    """The codes in such bytes."""
+    low = np.uint8((1 << bits) - 1)
+    parts = [(codes >> np.uint8(shift)) & low for shift in range(0, 8, bits)]
+    return jnp.concatenate(parts, axis=-1)
+
+
+@functools.lru_cache
+def hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix of a power of two, orthogonal and symmetric: its own inverse."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return (matrix / math.sqrt(size)).astype(np.float32)
+
+
+def rounded_up(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The least bfloat16 numbers, in float32, that are not below some numbers of at least 0."""
+    bits = lax.bitcast_convert_type(jnp.where(jnp.isfinite(x), x, 0), jnp.uint32)
+    return lax.bitcast_convert_type((bits + 0xFFFF) & np.uint32(0xFFFF0000), jnp.float32)
+
+
+def divisor(scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """What rows are divided by; rows of zeros stay what they are."""
+    return jnp.where(scale > 0, scale, 1)
+
+
+def as_scale(scale: Float[Array, "*n"], top: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """A scale as it is stored; NaN for rows that are not finite."""
+    return jnp.where(jnp.isfinite(top), scale, jnp.nan).astype(jnp.bfloat16)
