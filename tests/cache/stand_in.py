@@ -77,6 +77,7 @@ def stand_in(monkeypatch, unchecked_signatures) -> None:
     for module in (prefill, decode):
         monkeypatch.setattr(module, "forward", forward)
         monkeypatch.setattr(module, "logits", lambda config, params, hidden: hidden)
+    monkeypatch.setattr(prefill, "activation_dtype", lambda params: params["k"].dtype)
 
 
 def empty(num_slots: int = 2, planes: tuple[kv.Plane, ...] = ()) -> kv.PagedCache:
