@@ -214,7 +214,7 @@ def test_real_model(smollm2_path: Path) -> None:
     config, params = load_params(smollm2_path)
     assert dataclasses.astuple(config) == (
         *("Smollm2 135M 8k Lc100K Mix1 Ep2", 49152, 576, 1536, 30, 9, 3, 64),
-        *(100_000.0, None, 1e-5, 8192, True, False, "llama"),
+        *(100_000.0, None, 1e-5, 8192, True, False, "llama", None),
     )
     entry = get_model_entry("smollm2-135m")
     assert dataclasses.replace(config, name=entry.config.name) == entry.config
