@@ -60,7 +60,7 @@ async def asleep(llm: AsyncLLM) -> None:
     """Nothing runs, and the thread waits for what comes."""
     await settled(llm)
     async with asyncio.timeout(60):
-        while not llm._driver._wake._waiters:
+        while not vars(llm._driver._wake)["_waiters"]:
             await asyncio.sleep(0.01)
 
 
