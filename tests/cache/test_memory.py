@@ -135,7 +135,7 @@ def use_the_far_end() -> None:
         dtype=s.dtype,
     )
     # Hide everything but the end from the allocator.
-    cache = dataclasses.replace(cache, free=jnp.arange(s.N) >= s.N - FAR)
+    cache = dataclasses.replace(cache, free=free_of(np.arange(s.N) >= s.N - FAR))
     oracle: OracleCache = geometry.oracle()
     rng = np.random.default_rng(0)
     donated = {
