@@ -9,14 +9,13 @@ from jaxtyping import Array, Float, Int32, Num
 
 
 class Factors(NamedTuple):
-    """Rows as small numbers, each row with a factor and a summand: codes · scale + offset, turned.
+    """Rows as small numbers, each row with a factor: codes · scale, turned.
 
-    None in place of a factor is 1, in place of a summand 0. Codes are finite whatever was stored.
+    None in place of a factor is 1. Codes that have one are finite whatever was stored.
     """
 
     codes: Num[Array, "*n d"]
     scale: Float[Array, "*n"] | None = None
-    offset: Float[Array, "*n"] | None = None
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from kvjax.errors import UserError
 from kvjax.kernels.encoded import Factors
 
 Stored = dict[str, Array]
-"""`codes` [*n, w] and `scale` [*n], bfloat16; with `offset` [*n], too, where a codec has it."""
+"""`codes` [*n, w] and `scale` [*n], bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,9 @@ class Scaled(Codec):
         return rows
 
     def decode(self, stored: Stored) -> Float[Array, "*n d"]:
-        codes, scale, offset = self.factors(stored)
+        codes, scale = self.factors(stored)
         assert scale is not None
         rows = codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32)
-        if offset is not None:
-            rows = rows + offset[..., None].astype(jnp.float32)
         return self.turned(rows).astype(self.dtype)
 
 

@@ -86,8 +86,6 @@ def paged_attention(
         s = jnp.einsum("nrd,ntd->nrt", q_c, k_c, preferred_element_type=jnp.float32)
         if keys.scale is not None:
             s = s * keys.scale[:, None].astype(jnp.float32)
-        if keys.offset is not None:
-            s = s + jnp.sum(q_c, axis=-1)[..., None] * keys.offset[:, None].astype(jnp.float32)
         s = jnp.where(valid[:, None], s, -jnp.inf)
         if logits is not None:
             logits = lax.dynamic_update_slice(logits, s, (i * size, 0, part * chunk))
@@ -97,8 +95,6 @@ def paged_attention(
         decay = jnp.exp(top - finite)
         weights = _times(p, values.scale, valid)
         added = jnp.einsum("nrt,ntd->nrd", weights, v_c, preferred_element_type=jnp.float32)
-        if values.offset is not None:
-            added = added + jnp.sum(_times(p, values.offset, valid), axis=-1, keepdims=True)
         out = out * decay[..., None] + added
         new = (out, new_top, total * decay + jnp.sum(p, axis=-1))
         kept = (
