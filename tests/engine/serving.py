@@ -22,13 +22,18 @@ SMALL = CompressionConfig(max_cache_tokens=16, protected=8)
 HEADS = TINY.num_layers * TINY.num_kv_heads
 ROOMY, TIGHT = 600, 100
 """Pools in tokens: one in which everything fits, one in which it does not."""
+SIZES = {"max_batch": 4, "max_len": 256, "block_size": 4, "decode_steps_per_sync": 4}
+SIZES |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": ROOMY}
 
 
 def make_llm(params, compression=FULL, pool_tokens=ROOMY, clock=time.perf_counter, **config) -> LLM:
-    sizes = {"max_batch": 4, "max_len": 256, "block_size": 4, "decode_steps_per_sync": 4}
-    sizes |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": pool_tokens}
     model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
-    return LLM(model, compression, EngineConfig(**{**sizes, **config}), clock=clock)
+    return LLM(
+        model,
+        compression,
+        EngineConfig(**{**SIZES, "pool_tokens": pool_tokens, **config}),
+        clock=clock,
+    )
 
 
 def prompts_of(*lengths: int) -> list[np.ndarray]:

@@ -5,73 +5,23 @@ import contextlib
 import gc
 import subprocess
 import sys
-import threading
 import time
 import weakref
 
 import numpy as np
 import pytest
 
-from kvjax.engine.async_llm import AsyncLLM, Driver
-from kvjax.engine.config import EngineConfig
 from kvjax.errors import UserError
-from kvjax.models import LoadedModel
-from tests.engine.conftest import TINY
-from tests.engine.serving import FULL, SMALL, alone, assert_empty, greedy, prompts_of, tokens_of
-from tests.models.tokenizer_builders import tiny_tokenizer
+from tests.engine.async_serving import asleep, make, run, settled
+from tests.engine.serving import alone, assert_empty, greedy, prompts_of, tokens_of
 
 LENGTHS = (10, 40, 33)
-SIZES = {"max_batch": 4, "max_len": 256, "block_size": 4, "decode_steps_per_sync": 4}
-SIZES |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": 600}
-
-
-def make(params, **config) -> AsyncLLM:
-    model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
-    return AsyncLLM(model, FULL, EngineConfig(**{**SIZES, **config}))
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_params):
     return alone(tiny_params, prompts_of(*LENGTHS), greedy(20))
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    # A server that other tests share has one of its own.
-    before = set(threading.enumerate())
-    yield
-    gc.collect()
-    for thread in threading.enumerate():
-        if isinstance(thread, Driver) and thread not in before:
-            thread.join(60)
-            assert not thread.is_alive()
-
-
-async def settled(llm: AsyncLLM) -> None:
-    """Nothing runs any more."""
-    async with asyncio.timeout(60):
-        while llm.llm.has_unfinished():
-            await asyncio.sleep(0.01)
-        # The round in which the last one ended is over, too.
-        await llm._call(lambda: None)
-
-
-async def asleep(llm: AsyncLLM) -> None:
-    """Nothing runs, and the thread waits for what comes."""
-    await settled(llm)
-    async with asyncio.timeout(60):
-        while not vars(llm._driver._wake)["_waiters"]:
-            await asyncio.sleep(0.01)
-
-
-def run(main) -> None:
-    async def watched():
-        async with asyncio.timeout(300):
-            await main
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left
-
-    asyncio.run(watched(), debug=True)
 
 
 def test_many_streams_give_the_tokens_of_each_alone(tiny_params, expected):
@@ -417,80 +367,6 @@ def test_an_engine_that_is_dropped_ends_its_thread(tiny_params):
     assert front() is None
     driver.join(60)
     assert not driver.is_alive()
-
-
-def test_an_idle_thread_sleeps(tiny_params):
-    async def main():
-        llm, looks = make(tiny_params), 0
-        whole = llm._driver._wait
-
-        def wait():
-            nonlocal looks
-            looks += 1
-            return whole()
-
-        llm._driver._wait = wait
-        async with llm:
-            await llm.generate(prompts_of(10), greedy(4))
-            before = looks
-            await asyncio.sleep(0.3)
-            # The round in which the last output came may still have been under way.
-            assert looks <= before + 2
-            await llm.generate(prompts_of(10), greedy(4), SMALL)
-
-    run(main())
-
-
-def test_requests_that_come_together_run_together(tiny_params, monkeypatch):
-    """However long the loop takes to hand in the next one, up to a bound."""
-    monkeypatch.setattr("kvjax.engine.driver.APART_SECONDS", 1.0)
-    monkeypatch.setattr("kvjax.engine.driver.GATHER_SECONDS", 2.0)
-    prompts = prompts_of(10, 10, 10)
-
-    async def main():
-        async with make(tiny_params) as llm:
-
-            def steps() -> float:
-                return llm.llm.metrics.as_dict()["kvjax_decode_steps_total"]
-
-            await llm.generate(prompts, greedy(4))  # to compile
-            await asleep(llm)
-            before, streams = steps(), []
-            for prompt in prompts:
-                streams.append(llm.add(prompt, greedy(4)))
-                await asyncio.sleep(0.1)
-            for stream in streams:
-                async for output in stream:
-                    last = output
-                assert last.finish_reason == "length"
-            await asleep(llm)
-            # Those behind the first tokens, which all take together.
-            assert steps() - before == 3
-
-    run(main())
-
-
-@pytest.mark.parametrize("drain", [True, False])
-def test_calls_and_the_end_wait_for_no_request(tiny_params, monkeypatch, drain):
-    monkeypatch.setattr("kvjax.engine.driver.APART_SECONDS", 50.0)
-    monkeypatch.setattr("kvjax.engine.driver.GATHER_SECONDS", 50.0)
-
-    async def main():
-        async with make(tiny_params) as llm, asyncio.timeout(25):
-            await llm._call(lambda: None)
-            await asleep(llm)
-            first = llm.add(prompts_of(10)[0], greedy(4))
-            await asyncio.sleep(0.05)
-            await llm._call(lambda: None)
-            assert [output async for output in first][-1].finish_reason == "length"
-            await asleep(llm)
-            second = llm.add(prompts_of(10)[0], greedy(4))
-            await asyncio.sleep(0.05)
-            await llm.aclose(drain=drain)
-            ended = [output async for output in second][-1]
-            assert ended.finish_reason == ("length" if drain else "abort")
-
-    run(main())
 
 
 def test_the_interpreter_may_leave_at_any_time():

@@ -19,8 +19,8 @@ from kvjax.engine.async_llm import AsyncLLM
 from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.needs import needs_ahead
 from kvjax.engine.request import RequestOutput
+from tests.engine.async_serving import make, run, settled
 from tests.engine.serving import FULL, alone, assert_empty, greedy, prompts_of
-from tests.engine.test_async_llm import make, run, settled
 
 SHORT, LONG = 20, 60
 """Lengths of two classes: a chunk, and two of them."""
