@@ -70,8 +70,7 @@ def test_one_work_list_per_step(method: str) -> None:
     assert list(programs_built(step.jaxpr.jaxpr)) == [
         (False, (MODEL.num_layers, PROGRAMS, worklist.SPAN_WIDTH))
     ]
-    assert "paged_attention_merge" in text
-    assert ("paged_attention_squares" in text) == (method != "full")
+    assert "paged_attention_finish" in text
 
 
 def test_no_work_list_where_none_is_used() -> None:

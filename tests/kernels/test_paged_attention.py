@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.kernels.paged_attention import spec
+from kvjax.kernels.paged_attention import mosaic_gpu_finish, spec
 from tests.kernels.paged import IMPLEMENTATIONS, assert_exact, problem, run_xla, tolerance
 
 BASE = spec.Shape(2, 2, 4, 128, 0, 16, 12)
@@ -97,6 +97,12 @@ def test_powers_and_observed_sequences(name: str, power: int, observed) -> None:
 )
 def test_powers_and_observed_sequences_on_hopper(power: int, observed) -> None:
     assert_exact("mosaic_gpu", problem(RAGGED, BASE, power=power, observed=observed))
+
+
+def test_parts_of_a_head_are_read_in_turns(monkeypatch) -> None:
+    """As many log-sum-exps at once as a layout has rows; here one."""
+    monkeypatch.setattr(mosaic_gpu_finish, "PARTS_AT_ONCE", 1)
+    assert_exact("mosaic_gpu", problem([[0, 700]], shaped(head_dim=64)))
 
 
 @pytest.mark.parametrize("name", ["xla", "tpu"])

@@ -152,6 +152,20 @@ def test_work_list_covers_every_tile_once_in_equal_shares(lengths, programs: int
     assert sum(len(p) for p in parts if len(p) > 1) <= 2 * programs
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 900]), min_size=12, max_size=12),
+    st.sampled_from([1, 2, 7, 40]),
+)
+def test_work_list_deals_empty_heads_once_in_equal_shares(lengths, programs: int) -> None:
+    work = build(jnp.asarray([lengths], jnp.int32), 64, programs)
+    heads, spans = np.asarray(work.heads), np.asarray(work.spans)
+    dealt = [[int(heads[i, 0]) for i in range(*span[4:6])] for span in spans]
+    empty = [row for row, length in enumerate(lengths) if not length]
+    assert [row for rows in dealt for row in rows] == empty
+    assert max(map(len, dealt)) == -(-len(empty) // programs)
+
+
 @jax.jit
 def plan(lengths) -> worklist.WorkList | None:
     pool = jnp.zeros(K.shape, K.dtype)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.kernels.paged_attention import mosaic_gpu_squares as squares
+from kvjax.kernels.paged_attention import mosaic_gpu_finish as finishing
 from kvjax.kernels.paged_attention import worklist
-from kvjax.kernels.paged_attention.mosaic_gpu_attend import LOG2E, TILE, Config, attend, merge
+from kvjax.kernels.paged_attention.mosaic_gpu_attend import LOG2E, TILE, Config, attend
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 from kvjax.kernels.paged_attention.worklist import WorkList
 
@@ -57,7 +57,7 @@ def _num_tiles(shape: Shape) -> int:
     belongs to one head."""
     by_table = shape.rows * -(-shape.max_blocks * shape.block_size // TILE)
     by_pool = -(-shape.blocks * shape.block_size // TILE) + shape.rows
-    return min(by_table, by_pool) + squares.UNIT // TILE
+    return min(by_table, by_pool) + finishing.UNIT // TILE
 
 
 def build_work(context_len: Int32[Array, "S H"], c: Config) -> WorkList:
@@ -105,77 +105,56 @@ def paged_attention(
         )
     table = block_table.reshape(rows, max_blocks)
     queries = _operands(q.reshape(rows, c.group, d), c)
-    # Written head by head: those without KVs keep their zeros.
-    written = [jax.new_ref(jnp.zeros((rows, c.group, d), k.dtype))]
-    if c.keep_logits:
-        written.append(jax.new_ref(jnp.zeros((rows, c.padded_group), jnp.float32)))
     call = functools.partial(
         plgpu.kernel,
-        grid_names=("program",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
     channels = (len(c.channels), c.channels[0][1])
-    parts = [
-        jax.ShapeDtypeStruct((2 * c.programs, *channels, c.padded_group), jnp.float32),
-        jax.ShapeDtypeStruct((2 * c.programs, c.padded_group), jnp.float32),
+    # Log-sum-exps are read many at once, so there is room behind the last program's.
+    programs = c.programs + finishing.PARTS_AT_ONCE
+    results = [
+        jax.ShapeDtypeStruct((rows, c.group, d), k.dtype),
+        jax.ShapeDtypeStruct((2, c.programs, *channels, c.padded_group), jnp.float32),
+        jax.ShapeDtypeStruct((2, programs, c.padded_group), jnp.float32),
     ]
     if c.keep_logits:
         shape = Shape(
             num_seqs, num_heads, c.group, d, k.shape[0], k.shape[1], max_blocks, str(k.dtype)
         )
-        parts.append(jax.ShapeDtypeStruct((c.group, _num_tiles(shape) * TILE), jnp.float32))
+        results += [
+            jax.ShapeDtypeStruct((rows, c.padded_group), jnp.float32),
+            jax.ShapeDtypeStruct((c.group, _num_tiles(shape) * TILE), jnp.float32),
+        ]
 
     def attend_body(*refs, **scratch):
-        if not c.keep_logits:
-            refs = (*refs[:7], None, *refs[7:], None)
-        attend(*refs, **scratch, c=c)
+        attend(*refs, *(() if c.keep_logits else (None, None)), **scratch, c=c)
 
-    def merge_body(*refs, **scratch):
-        merge(*refs, *(() if c.keep_logits else (None,)), **scratch, c=c)
-
-    part, part_lse, *logits = call(
+    out, part, part_lse, *kept = call(
         attend_body,
-        out_type=parts,
+        out_type=results,
         grid=(c.programs,),
+        grid_names=("program",),
         num_threads=2,
         thread_name="thread",
         scratch_types=c.attend_scratch(),
         kernel_name="paged_attention",
-    )(work.heads, work.spans, table, queries, k, v, *written)
-    call(
-        merge_body,
-        out_type=(),
-        grid=(c.programs,),
-        scratch_types={"out_s": c.out_scratch()},
-        kernel_name="paged_attention_merge",
-    )(work.heads, work.spans, part, part_lse, *written)
+    )(work.heads, work.spans, table, queries, k, v)
+    # Written head by head: shared ones are still missing.
+    out_ref, statistic, metric_ref = jax.new_ref(out), [], None
     if metric is not None:
+        lse, logits = kept
         metric_ref = jax.new_ref(metric)
-        if observed is None:
-            rows_observed = []
-        else:
-            rows_observed = [jnp.repeat(observed.astype(jnp.int32), num_heads)]
-
-        def squares_body(*refs, **scratch):
-            missing = () if rows_observed else (None,)
-            squares.add_squares(*refs, *missing, **scratch, c=c, power=power)
-
-        call(
-            squares_body,
-            out_type=(),
-            grid=(c.programs, squares.WORKERS),
-            grid_names=("program", "worker"),
-            scratch_types=squares.scratch(c),
-            kernel_name="paged_attention_squares",
-        )(
-            work.heads,
-            work.spans,
-            table,
-            logits[0].reshape(c.group, -1, c.block_size),
-            jax.freeze(written[1]),
-            metric_ref,
-            *rows_observed,
-        )
-        metric = jax.freeze(metric_ref)
-    return jax.freeze(written[0]).reshape(q.shape), metric
+        statistic = [table, logits.reshape(c.group, -1, c.block_size), lse, metric_ref]
+        if observed is not None:
+            statistic.append(jnp.repeat(observed.astype(jnp.int32), num_heads))
+    call(
+        functools.partial(finishing.finish, c=c, power=power),
+        out_type=(),
+        grid=finishing.grid(c),
+        grid_names=("program", "worker"),
+        scratch_types=finishing.scratch(c),
+        kernel_name="paged_attention_finish",
+    )(work.heads, work.spans, part, part_lse, out_ref, *statistic)
+    metric = None if metric_ref is None else jax.freeze(metric_ref)
+    return jax.freeze(out_ref).reshape(q.shape), metric

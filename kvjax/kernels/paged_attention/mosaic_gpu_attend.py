@@ -7,8 +7,9 @@ nothing is padded but the query heads (R = 8 or 16):
 
     sᵀ [tile, R] = K [tile, d] · qᵀ [d, R]        outᵀ [d, R] += Vᵀ [d, tile] · pᵀ [tile, R]
 
-Logits and log-sum-exps are in units of log 2 (`scale` carries log₂ e). `merge` finishes the heads
-that several programs share.
+Heads without KVs get zeros, while the first tiles are on their way; those that several programs
+share are finished by `mosaic_gpu_finish.py`. Logits and log-sum-exps are in units of log 2 (`scale`
+carries log₂ e).
 """
 
 import dataclasses
@@ -130,7 +131,7 @@ class Config:
         return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in refs)
 
 
-def _repeat(x, like):
+def repeat(x, like):
     """A value per query head, for every row of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [1])
 
@@ -139,13 +140,13 @@ def _full(shape, value, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _row_iota(shape):
+def row_iota(shape):
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
 
 
 def _before(tile, end):
     """A tile with the rows from `end` on set to zero."""
-    return jnp.where(_row_iota(tile.shape) < end, tile, jnp.zeros_like(tile))
+    return jnp.where(row_iota(tile.shape) < end, tile, jnp.zeros_like(tile))
 
 
 def _product(shape, pairs):
@@ -180,10 +181,10 @@ def attend(
     q,  # [rows, parts, R, d]
     k,  # [N, b, d]
     v,  # [N, b, d]
-    out,  # [rows, r, d], whole heads
-    lse,  # [rows, R] f32, whole heads, or None
-    part,  # [2P, ranges, channels, R] f32, shared heads: 2p ends in program p, 2p + 1 begins there
-    part_lse,  # [2P, R] f32
+    out,  # [rows, r, d], of heads that no other program shares
+    part,  # [2, P, ranges, channels, R] f32, of shared heads: what came before p, what begins there
+    part_lse,  # [2, P + …, R] f32, the same
+    lse,  # [rows, R] f32, of heads that no other program shares, or None
     logits,  # [r, line] f32, or None
     *,
     q_s,  # [2, parts, R, d]
@@ -300,11 +301,11 @@ def attend(
         plgpu.barrier_wait(k_full.at[slot])
         queries = lambda i: q_s.at[q_slot, i].transpose((1, 0))  # noqa: E731
         s = _product((TILE, c.padded_group), _pairs(keys(slot), queries, c)) * c.scale
-        s = jnp.where(_row_iota(s.shape) < end, s, -jnp.inf)
+        s = jnp.where(row_iota(s.shape) < end, s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=0))
         decay = jnp.exp2(top - new_top)
-        p = jnp.exp2(s - _repeat(new_top, s))
-        total = total * _repeat(decay, s) + p
+        p = jnp.exp2(s - repeat(new_top, s))
+        total = total * repeat(decay, s) + p
         _store_parts(p_s.transpose((0, 2, 1)), p, c)
         if logits is not None:
             mine = logits_s.at[lax.rem(step, 2)]
@@ -323,7 +324,7 @@ def attend(
         def updated(acc, first, count):
             part = lambda i: tile(i).at[:, pl.ds(first, count)].transpose((1, 0))  # noqa: E731
             update = _product((count, c.padded_group), _pairs(part, weights, c))
-            return acc * _repeat(decay, acc) + update
+            return acc * repeat(decay, acc) + update
 
         accs = tuple(updated(acc, *r) for acc, r in zip(accs, c.channels, strict=True))
         plgpu.barrier_arrive(free.at[slot])
@@ -343,28 +344,38 @@ def attend(
         )
         plgpu.barrier_arrive(q_free.at[q_slot])
         weight = total.sum(axis=0)
-        accs = [acc / _repeat(weight, acc) for acc in accs]
+        accs = [acc / repeat(weight, acc) for acc in accs]
         head_lse = top + jnp.log(weight) * LOG2E
         whole = jnp.logical_and(head.begin == 0, head.end == head.tiles)
 
         @pl.when(whole)
         def _finish():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _write_head(head.row, accs, head_lse, out, lse, out_s, c)
+            write_out(head.row, accs, out, out_s, c)
+            if lse is not None:
+                lse[head.row] = head_lse
 
         @pl.when(jnp.logical_not(whole))
         def _hand_over():
-            index = 2 * program + jnp.where(head.begin == 0, 1, 0)
+            begins = jnp.where(head.begin == 0, 1, 0)
             for n, acc in enumerate(accs):
-                part[index, n] = acc
-            part_lse[index] = head_lse
+                part[begins, program, n] = acc
+            part_lse[begins, program] = head_lse
 
         return step
+
+    def clear_heads():
+        store_out([_full((n, c.padded_group), 0, WGMMA) for _, n in c.channels], out_s, c)
+
+        @pl.loop(span.empty_begin, span.empty_end)
+        def _clear(i):
+            copy_out(heads[i, 0], out, out_s, c)
 
     thread = lax.axis_index("thread")
 
     @pl.when(thread == 0)
     def _compute():
+        pl.when(span.empty_begin < span.empty_end)(clear_heads)
         lax.fori_loop(0, span.count, attend_head, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
@@ -377,62 +388,24 @@ def attend(
             pl.when(warp < c.pages)(functools.partial(copy_all, warp))
 
 
-def _write_head(row, accs, head_lse, out, lse, out_s, c: Config):
+def store_out(accs, out_s, c: Config):
+    """Put a head's output, [channels, R] of each range, where copies read it."""
     for n, acc in enumerate(accs):
         out_s.at[n].transpose((1, 0))[...] = plgpu.layout_cast(acc, TRANSPOSED).astype(c.dtype)
     plgpu.commit_smem()
+
+
+def copy_out(row, out, out_s, c: Config):
+    """Begin to copy a head's output to its row."""
     for n, (first, count) in enumerate(c.channels):
         if n:
             # Overlapping ranges hold the same values, but two copies may not be under way at once.
             plgpu.wait_smem_to_gmem(0)
         mine = out_s.at[n, pl.ds(0, c.group)]
         plgpu.copy_smem_to_gmem(mine, out.at[row, :, pl.ds(first, count)])
-    if lse is not None:
-        lse[row] = head_lse
 
 
-def merge(
-    heads,  # [rows, 4] i32
-    spans,  # [P, 8] i32
-    part,  # [2P, ranges, channels, R] f32
-    part_lse,  # [2P, R] f32
-    out,  # [rows, r, d]
-    lse,  # [rows, R] f32, or None
-    *,
-    out_s,  # [ranges, R, channels]
-    c: Config,
-):
-    """Program p finishes the head that begins in its stretch and ends in a later one, if any."""
-    program = lax.axis_index("program")
-    span = Span.read(spans, program)
-    head = Head.read(heads, jnp.maximum(span.first + span.count - 1, 0), span, TILE)
-    begins_here = jnp.logical_and(span.count > 0, head.start >= span.begin)
-
-    @pl.when(jnp.logical_and(begins_here, head.end < head.tiles))
-    def _merge():
-        def load(index):
-            accs = tuple(
-                plgpu.load(part.at[index, n], layout=WGMMA, optimized=False)
-                for n in range(len(c.channels))
-            )
-            return accs, plgpu.load(part_lse.at[index], layout=PER_QUERY_HEAD, optimized=False)
-
-        def add(other, carry):
-            accs, top, total = carry
-            others, other_lse = load(2 * other)
-            new_top = jnp.maximum(top, other_lse)
-            mine, theirs = jnp.exp2(top - new_top), jnp.exp2(other_lse - new_top)
-            accs = tuple(
-                a * _repeat(mine, a) + b * _repeat(theirs, b)
-                for a, b in zip(accs, others, strict=True)
-            )
-            return accs, new_top, total * mine + theirs
-
-        accs, top = load(2 * program + 1)
-        last = lax.div(head.start + head.tiles - 1, Span.read(spans, 0).end)
-        accs, top, total = lax.fori_loop(
-            program + 1, last + 1, add, (accs, top, jnp.ones_like(top))
-        )
-        accs = [acc / _repeat(total, acc) for acc in accs]
-        _write_head(head.row, accs, top + jnp.log(total) * LOG2E, out, lse, out_s, c)
-        plgpu.wait_smem_to_gmem(0)
+def write_out(row, accs, out, out_s, c: Config):
+    """Store a head's output and begin to copy it; no earlier copy may still read `out_s`."""
+    store_out(accs, out_s, c)
+    copy_out(row, out, out_s, c)

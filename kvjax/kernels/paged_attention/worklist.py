@@ -24,9 +24,11 @@ kernel read them without a copy, at a multiple of 256 bytes."""
 class WorkList:
     """Who works on what. Leading axes (layers) are allowed, for `lax.scan` to slice.
 
-    `heads` per non-empty head, in order: its row s·H + h, its first tile on the line, its KVs, 0.
+    `heads` per head, those with KVs in order and then the empty ones: its row s·H + h, its first
+    tile on the line, its KVs, 0.
     `spans` per program: its first head (index into `heads`), how many heads it touches, and its
-    stretch [begin, end) of the line, all of one size but those at the end; the rest is zero.
+    stretch [begin, end) of the line, all of one size but those at the end; then which empty heads
+    are its own, [begin, end) of `heads`; the rest is zero.
     """
 
     heads: Int32[Array, "... rows 4"]
@@ -46,11 +48,13 @@ class Span(NamedTuple):
     count: Any
     begin: Any
     end: Any
+    empty_begin: Any
+    empty_end: Any
 
     @staticmethod
     def read(spans, program) -> "Span":
         """The stretch of `program`, from `WorkList.spans`."""
-        return Span(*(spans[program, i] for i in range(4)))
+        return Span(*(spans[program, i] for i in range(len(Span._fields))))
 
 
 class Head(NamedTuple):
@@ -88,20 +92,30 @@ def build(context_len: Int32[Array, "S H"], tile: int, num_programs: int) -> Wor
     """
     lengths = context_len.reshape(-1).astype(jnp.int32)
     num_rows = lengths.shape[0]
-    rows = jnp.nonzero(lengths > 0, size=num_rows, fill_value=num_rows)[0].astype(jnp.int32)
-    lengths = lengths.at[rows].get(mode="fill", fill_value=0)
+    number = jnp.arange(num_rows, dtype=jnp.int32)
+    filled = jnp.cumsum(lengths > 0, dtype=jnp.int32)
+    num_filled = filled[-1]
+    place = jnp.where(lengths > 0, filled - 1, num_filled + number - filled)
+    rows = jnp.zeros_like(number).at[place].set(number, unique_indices=True)
+    lengths = lengths[rows]
     tiles = (lengths + tile - 1) // tile
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     total = ends[-1]
-    share = jnp.maximum((total + num_programs - 1) // num_programs, 1)
-    begin = jnp.minimum(jnp.arange(num_programs, dtype=jnp.int32) * share, total)
-    end = jnp.minimum(begin + share, total)
+    begin, end = _shares(total, num_programs)
     first = jnp.searchsorted(ends, begin, side="right", method="compare_all").astype(jnp.int32)
     last = jnp.searchsorted(ends, end - 1, side="right", method="compare_all").astype(jnp.int32)
     count = jnp.where(end > begin, last - first + 1, 0)
-    spans = jnp.stack([first, count, begin, end], axis=1)
+    empty = [num_filled + x for x in _shares(num_rows - num_filled, num_programs)]
+    spans = jnp.stack([first, count, begin, end, *empty], axis=1)
     return WorkList(
         heads=jnp.stack([rows, ends - tiles, lengths, jnp.zeros_like(rows)], axis=1),
         spans=jnp.pad(spans, ((0, 0), (0, SPAN_WIDTH - spans.shape[1]))),
         tile=tile,
     )
+
+
+def _shares(total: Int32[Array, ""], num_programs: int) -> tuple[Array, Array]:
+    """Begin and end of what each program has of `total`, as even as whole shares are."""
+    share = jnp.maximum((total + num_programs - 1) // num_programs, 1)
+    begin = jnp.minimum(jnp.arange(num_programs, dtype=jnp.int32) * share, total)
+    return begin, jnp.minimum(begin + share, total)
