@@ -10,6 +10,7 @@ it was.
     kvjax calibrate --weights ./Llama-3.1-8B-Instruct --out llama.safetensors
     kvjax calibrate --data ./mine --tokens 2048   # a file or a folder of .txt, .md, .jsonl, .gz
     kvjax calibrate --weights ./Qwen3-8B --import ./KVzap-mlp-Qwen3-8B    # a published one
+    kvjax calibrate --heads                       # which heads look things up, for razor-attention
 """
 
 import argparse
@@ -34,6 +35,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest="published",
         metavar="PATH",
         help="NVIDIA's KVzap weights (a folder or .safetensors) for kvzap-linear or kvzap-mlp",
+    )
+    how.add_argument(
+        "--heads",
+        action="store_true",
+        help="retrieval heads alone, for razor-attention; the file keeps what else it has",
     )
     how.add_argument("--texts", type=int, help="texts at most (all)")
     how.add_argument(
@@ -71,8 +77,15 @@ def run(options: argparse.Namespace) -> int:
     if options.published is not None:
         if options.data is not None or options.plot is not None:
             raise UserError("--import takes what is there: give no --data and no --plot with it")
+        if options.heads:
+            raise UserError("--import and --heads write different arrays: give one of them")
         with Progress() as progress:
             return take(options, progress)
+    if options.heads:
+        if options.data is not None or options.plot is not None:
+            raise UserError("--heads repeats random tokens: give no --data and no --plot with it")
+        with Progress() as progress:
+            return find_heads(options, progress)
     texts = _texts(options)
     with Progress() as progress:
         return calibrate(options, settings, texts, progress)
@@ -110,6 +123,25 @@ def take(options: argparse.Namespace, progress: Progress) -> int:
     found.save(out)
     progress.clear()
     print(f"for the method kvzap-{found.recipe['kind']}: {out}", file=sys.stderr)
+    return 0
+
+
+def find_heads(options: argparse.Namespace, progress: Progress) -> int:
+    """Load the model, rank its heads, and write them beside what the file has already."""
+    from kvjax.cache.calibration import Calibration
+    from kvjax.engine.calibrate.heads import retrieval_heads
+
+    model, dtype = load_chosen_model(options, progress)
+    out = options.out or Path(f"{model.config.name}.safetensors")
+    arrays, recipe = {}, {"model": model.config.name, "dtype": dtype}
+    if out.exists():
+        found = Calibration.load(out)
+        found.check(model.fingerprint, model.config.num_layers)
+        arrays, recipe = dict(found.arrays), dict(found.recipe)
+    arrays |= retrieval_heads(model)
+    Calibration(arrays, model.fingerprint, {**recipe, "heads": "repeated random tokens"}).save(out)
+    progress.clear()
+    print(f"for the method razor-attention: {out}", file=sys.stderr)
     return 0
 
 

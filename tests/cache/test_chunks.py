@@ -105,6 +105,7 @@ def test_the_oracle_knows_every_rule():
         "snapkv-w32",
         "snapkv-w64-avg5",
         "kvzip-plus",
+        "windowkv-average",
     }
     for name, method in METHODS.items():
         base = METHODS[name.split(":")[-1]].scorer

@@ -174,5 +174,6 @@ def test_keeps_what_the_oracle_keeps(name):
             continue
         assert int(report.shortfall[0]) == max(0, over)
         if length > cap:
-            guarded = min(length, method.protected + method.sinks)
+            share = int(method.protected_share * -(-cap // B) * B)
+            guarded = min(length, max(method.protected, share) + method.sinks)
             assert over <= 0 or (held == max(1, -(-guarded // B))).all(), case

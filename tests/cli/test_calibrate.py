@@ -91,12 +91,39 @@ def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content
         (["--exercises", "-1"], "exercises"),
         (["--out", "/nowhere/at/all/x"], "there is no folder /nowhere/at/all"),
         (["--data", "/nowhere"], "there is no /nowhere"),
+        (["--heads", "--data", "/nowhere"], "give no --data"),
+        (["--heads", "--import", "/nowhere"], "give one of them"),
     ],
 )
 def test_options_are_refused_before_a_model_is_loaded(capsys, options, said):
     assert main_of(CALIBRATE, ["--weights", "/no/weights", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_retrieval_heads_beside_what_a_file_has(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "heads.safetensors"
+    command = ["--weights", str(tiny_folder), "--heads", "--out", str(out)]
+    assert main_of(CALIBRATE, command) == 0
+    assert "razor-attention" in capsys.readouterr().err
+    first = Calibration.load(out)
+    heads = first.arrays["retrieval_head"]
+    other = {"mine": np.ones((len(heads), 3), np.float32), "retrieval_head": 0 * heads}
+    Calibration(other, first.model_hash, {"source": "mine"}).save(out)
+    assert main_of(CALIBRATE, command) == 0
+    found = Calibration.load(out)
+    assert sorted(found.arrays) == ["mine", "retrieval_head"]
+    assert np.array_equal(found.arrays["retrieval_head"], heads)
+    assert found.recipe["source"] == "mine"
+    decode = ["--weights", str(tiny_folder), "--prompt", "once upon a time " * 20, "--json"]
+    decode += ["--max-cache-tokens", "64", "--max-new-tokens", "3", "--calibration", str(out)]
+    capsys.readouterr()
+    assert main_of(DECODE, [*decode, "--method", "razor-attention"]) == 0
+    assert json.loads(capsys.readouterr().out)["method"] == "razor-attention"
+    # A file of another model is not added to.
+    Calibration(other, "another", {}).save(out)
+    assert main_of(CALIBRATE, command) == 2
+    assert "calibrate this one" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_long_texts_are_cut_into_pieces(data, monkeypatch):

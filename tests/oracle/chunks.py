@@ -24,7 +24,9 @@ from tests.oracle.question_free import (
     unlike_the_mean,
 )
 from tests.oracle.scores import (
+    policy_row,
     random_number,
+    window_values,
 )
 
 Name = tuple[int, int]
@@ -199,6 +201,25 @@ def hit_again(c: Chunk, name: Name, x: Held) -> np.ndarray:
     return np.array(result)
 
 
+def windowkv(suffix: int, best: int):
+    """By the chunk's suffix, in the first layer; what that does not hold counts 0 elsewhere."""
+
+    def score(c: Chunk) -> Metrics:
+        end = c.end - min(suffix, c.length)
+        first: dict[int, dict[int, float]] = {}
+        for (layer, head), x in c.heads.items():
+            if layer == 0:
+                rows = last_queries(x, suffix, 1)
+                values = np.mean([window_values(r, x.at, end, 8, best) for r in rows], axis=0)
+                first[head] = dict(zip(x.at.tolist(), values.tolist(), strict=True))
+        return {
+            (layer, head): np.array([first[head].get(int(at), 0.0) for at in x.at])
+            for (layer, head), x in c.heads.items()
+        }
+
+    return score
+
+
 def shared_reads(c: Chunk) -> Metrics:
     """The last 8 queries decayed by 0.8, 60 times a sampled background, and what any head reads."""
     sample = [(n + 1) * c.length // 128 - 1 for n in range(128)]
@@ -263,6 +284,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "kv-compress-full-l2": all_queries(2, distance=10),
     "snapkv": snapkv(8, 7, "max", group_first=True),
     "snapkv-w32-avg5": snapkv(32, 5, "avg", group_first=False),
+    "windowkv": windowkv(32, 4),
     "h2o": all_queries(),
     "a2sf": all_queries(decay=0.95),
     "a2sf-f20": all_queries(decay=0.2),
@@ -272,6 +294,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "streaming-llm": every(lambda c, name, x: x.at.astype(float)),
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
     "kvzip": every(lambda c, name, x: x.before),
+    "fastgen": every(lambda c, name, x: policy_row(x.p.mean(axis=(0, 1)), x.at, c.end)),
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
     "predicted-reads": every(predicted),
     "predicted-reads-blind": every(predicted),

@@ -55,6 +55,7 @@ def surrogate_newest(kind: str) -> Given:
 GIVEN: dict[str, Given] = {
     "streaming-llm": lambda layer, head, kv, hidden: float(kv.position),
     "duo-heads": lambda layer, head, kv, hidden: float(kv.position),
+    "razor-attention": lambda layer, head, kv, hidden: float(kv.position),
     "random": lambda layer, head, kv, hidden: random_number(layer, head, kv.position),
     "key-norm": lambda layer, head, kv, hidden: -float(np.linalg.norm(kv.k.astype(np.float64))),
     "predicted-reads-blind": predicted_newest,

@@ -22,6 +22,7 @@ def calibrated(layers: int, heads: int, d: int, size: int | None = None) -> dict
     return {
         "rope_frequency": np.tile(frequency, (layers, 1)),
         "head_budget": (used / 10).astype(np.float32),
+        "retrieval_head": np.roll(used, 1).astype(np.float32),
         **_reads(layers, heads, 2 * heads * d if size is None else size),
         **_surrogates(layers, heads, 2 * heads * d if size is None else size),
         **_centres(layers, heads, d),

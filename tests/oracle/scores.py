@@ -144,6 +144,31 @@ def h2o_scores(p: Prompt) -> Scores:
     return {name: rows.sum(axis=0) for name, rows in h2o_rows(p).items()}
 
 
+def policy_row(mass: np.ndarray, at: np.ndarray, end: int) -> np.ndarray:
+    """FastGen of a head's keys by mean attention: that of what its policy keeps, −1/a of the rest.
+
+    The first of: the first 4 positions; and 30 % of the keys, the most read; and the newest 30 % of
+    `end` positions; all; that has 0.9 of the attention.
+    """
+    special = {j for j in range(len(at)) if at[j] < 4}
+    others = sorted(set(range(len(at))) - special, key=lambda j: (-mass[j], j))
+    frequent = special | set(others[: math.floor(np.float32(0.3) * len(at))])
+    newest = end - math.floor(np.float32(0.3) * end)
+    local = frequent | {j for j in range(len(at)) if at[j] >= newest}
+    chosen = set(range(len(at)))
+    for policy in (special, frequent, local):
+        if sum(mass[j] for j in policy) >= 0.9:
+            chosen = policy
+            break
+    return np.array([m if j in chosen else -1 / max(m, 1e-30) for j, m in enumerate(mass)])
+
+
+def by_policy(p: Prompt) -> Scores:
+    at = np.arange(p.length)
+    return {name: policy_row(row / p.group / p.length, at, p.length)
+            for name, row in h2o_scores(p).items()}  # fmt: skip
+
+
 def newest_query(p: Prompt) -> Scores:
     return {
         (layer, head): column_sums(p, layer, head, last(p, 1)).mean(axis=0)
@@ -220,6 +245,32 @@ def snapkv_scores(
             pooled = np.array([pool(row, width) if len(row) else row for row in before])
             tail = np.full(p.length - before.shape[1], np.nan)  # the window is never evicted
             result[layer, head] = np.concatenate([pooled.mean(axis=0), tail])
+        return result
+
+    return scores
+
+
+def window_values(row: np.ndarray, at: np.ndarray, end: int, width: int, best: int) -> np.ndarray:
+    """The mean of the largest values of each window of positions before `end`; NaN behind it."""
+    result = np.full(len(row), np.nan)
+    for window in {int(t) // width for t in at if t < end}:
+        here = [j for j, t in enumerate(at) if t < end and t // width == window]
+        result[here] = np.mean(sorted(row[here])[-best:])
+    return result
+
+
+def window_scores(
+    suffix: int, width: int = 8, best: int = 4, layers: int = 8
+) -> Callable[[Prompt], Scores]:
+    """WindowKV before heads are averaged: windows by their best keys, in every so many layers."""
+
+    def scores(p: Prompt) -> Scores:
+        at, end = np.arange(p.length), p.length - min(suffix, p.length)
+        result = {}
+        for layer, head in p.names:
+            rows = column_sums(p, layer // layers * layers, head, last(p, suffix))
+            of_heads = [window_values(row, at, end, width, best) for row in rows]
+            result[layer, head] = np.mean(of_heads, axis=0)
         return result
 
     return scores

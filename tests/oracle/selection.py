@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.oracle.merging import pivot_of, sets_of
 from tests.oracle.scores import Prompt, Scores
 
 Kept = dict[tuple[int, int], list[int]]
@@ -51,6 +52,52 @@ def pyramid_layers(*, exact: bool, beta: int = 20):
         tokens = [float(high - layer * step + window) for layer in range(p.layers)]
         blocks = round(p.heads * sum(tokens) / p.block)
         return tokens, max(blocks, p.cap_blocks * p.layers * p.heads)
+
+    return layers
+
+
+def geometric_layers(p: Prompt, window: int, beta: int = 20) -> tuple[list[float], int]:
+    """By a constant ratio, the last layer to the first as in the linear schedule, the sum kept."""
+    base = max(0, p.cap_tokens - window)
+    if p.length < 2 * base or p.layers == 1:
+        return even_layers(p, window)
+    low = base // beta
+    high = 2 * base - low
+    if high >= p.length - window:
+        high = max(0, p.length - window)
+        low = 2 * base - high
+    ratio = (max(low, 1) / max(high, 1)) ** (1 / (p.layers - 1))
+    weight = [ratio**layer for layer in range(p.layers)]
+    tokens = [base * p.layers * w / sum(weight) + window for w in weight]
+    return tokens, p.cap_blocks * p.layers * p.heads
+
+
+def entropy(x: np.ndarray) -> float:
+    p = x[x > 0] / x.sum() if x.sum() > 0 else np.zeros(0)
+    return float(-(p * np.log(p)).sum())
+
+
+def gini(x: np.ndarray) -> float:
+    """Half the mean difference of any two, over the mean."""
+    if not x.sum() > 0:
+        return 0.0
+    return float(abs(x[:, None] - x).mean() / (2 * x.mean()))
+
+
+def layers_by(scores_of: Callable[[Prompt], Scores], measure: Callable[[np.ndarray], float]):
+    """Layers in proportion to a measure of their heads' scores before the window, to 1/1024."""
+
+    def layers(p: Prompt, window: int) -> tuple[list[float], int]:
+        scores = scores_of(p)
+        before = max(0, p.length - window)
+        weight = [
+            np.mean([round(measure(scores[n, h][:before]) * 1024) / 1024 for h in range(p.heads)])
+            for n in range(p.layers)
+        ]
+        base = max(0, p.cap_tokens - window) * p.layers
+        whole = sum(weight)
+        tokens = [base * (w / whole if whole else 1 / p.layers) + window for w in weight]
+        return tokens, p.cap_blocks * p.layers * p.heads
 
     return layers
 
@@ -222,14 +269,18 @@ def keeps_whole_heads(
     scores_of: Callable[[Prompt], Scores],
     worth_of: Callable[[Prompt], np.ndarray],
     *,
-    protected: int,
+    protected: int = 0,
+    protected_share: float = 0.0,
     sinks: int,
 ) -> Callable[[Prompt], Kept]:
     """Heads are filled up one after the other, the most used first, while there are blocks."""
 
     def kept(p: Prompt) -> Kept:
         scores, worth = scores_of(p), worth_of(p)
-        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - protected}
+        # Of the cap in blocks as a prompt's own blocks fill it.
+        cap = min(p.cap_blocks, p.owned) * p.block
+        window = max(protected, math.floor(cap * protected_share))
+        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - window}
         least = min(p.owned, max(1, -(-len(guarded) // p.block)))
         blocks = dict.fromkeys(p.names, least)
         spare = p.cap_blocks * p.layers * p.heads - sum(blocks.values())
@@ -238,6 +289,26 @@ def keeps_whole_heads(
             blocks[name] += more
             spare -= more
         return {name: best(p, scores[name], guarded, blocks[name]) for name in p.names}
+
+    return kept
+
+
+def keeps_by_need(scores_of: Callable[[Prompt], Scores], *, protected: int):
+    """Blocks over all heads in proportion to the KVs that count 0 or more, and the protected."""
+
+    def kept(p: Prompt) -> Kept:
+        scores = scores_of(p)
+        guarded = {t for t in range(p.length) if t >= p.length - protected}
+        if p.owned <= p.cap_blocks:
+            return {name: list(range(p.length)) for name in p.names}
+        free = p.length - len(guarded)
+        share = [float((scores[name][:free] >= 0).sum() + protected) for name in p.names]
+        least = max(1, -(-len(guarded) // p.block))
+        heads = len(p.names)
+        blocks = webster(share, [least] * heads, [p.owned] * heads, p.cap_blocks * heads)
+        return {
+            name: best(p, scores[name], guarded, n) for name, n in zip(p.names, blocks, strict=True)
+        }
 
     return kept
 
@@ -364,6 +435,24 @@ def without_like():
                 near = free[abs(free - t) <= 3]
                 final[t] = 0.07 * max(scores[layer, head][near]) - 0.93 * like[t]
             result[layer, head] = best(p, final, guarded, blocks[head])
+        return result
+
+    return choose
+
+
+def pivots_last():
+    """KVMerger's choice: the least read go that are in a set and not its pivot, then pivots."""
+
+    def choose(p, layer, scores, guarded, blocks, raw=None):
+        result = {}
+        for head in range(p.heads):
+            row = scores[layer, head]
+            kept = min(p.length, blocks[head] * p.block)
+            sets = sets_of(p.k[layer, :, head], row, guarded, kept)
+            pivots = {pivot_of(members, row) for members in sets}
+            free = set(range(p.length)) - guarded
+            order = sorted(free, key=lambda t: (t in pivots, row[t], t))
+            result[layer, head] = finish(p, order, p.length - kept, set())
         return result
 
     return choose

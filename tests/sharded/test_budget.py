@@ -70,8 +70,11 @@ SPLITS = [
     ("ada-snapkv", 3),
     ("ada-snapkv-kvpress", 3),
     ("pyramidkv-exact", 3),
+    ("pyramidkv-gini", 3),
+    ("fastgen", 3),
 ]
-"""The cheapest blocks of all, by Ada-KV's count, the cheapest of each layer, evenly in a layer."""
+"""The cheapest blocks of all, by Ada-KV's count, the cheapest of each layer, evenly in a layer;
+layers by a measure; heads by need."""
 
 
 def _positions(cache) -> jax.Array:

@@ -9,7 +9,6 @@ that a rate of 1.6 leaves about 60 % of them whole. The last one filled keeps it
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
@@ -18,6 +17,7 @@ from kvjax.cache.methods.streaming_llm import Newest
 from kvjax.cache.policy.allocate import Allocator, BlockCosts, Budget
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.score import Artefacts
+from kvjax.checks import check_text
 
 HEAD_BUDGET = "head_budget"
 """Calibrated array [L, H]: mean score of each head, that of the teacher."""
@@ -25,13 +25,21 @@ HEAD_BUDGET = "head_budget"
 
 @dataclasses.dataclass(frozen=True)
 class WholeHeads(Allocator):
-    """Heads keep all they have, the highest `head_budget` first, while the budget lasts."""
+    """Heads keep all they have, the highest of a calibrated array first, while the budget lasts."""
 
-    artefacts: ClassVar[tuple[str, ...]] = (HEAD_BUDGET,)
+    by: str = HEAD_BUDGET
+    """The array, [L, H]."""
+
+    def __post_init__(self):
+        check_text("by", self.by)
+
+    @property
+    def artefacts(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.by,)
 
     def split(self, costs: BlockCosts, budget: Budget, artefacts: Artefacts) -> Int32[Array, "L H"]:
         low = costs.least.reshape(-1)
-        order = jnp.argsort(-artefacts[HEAD_BUDGET].reshape(-1))
+        order = jnp.argsort(-artefacts[self.by].reshape(-1))
         more = (costs.owned.reshape(-1) - low)[order]
         before = jnp.cumsum(more) - more
         given = jnp.clip(budget.blocks - jnp.sum(low) - before, 0, more)

@@ -18,19 +18,23 @@ from kvjax.cache.methods import (
     compactor,
     duo_heads,
     expected_attention,
+    fastgen,
     full,
     h2o,
     key_norm,
     keydiff,
     kv_compress,
+    kvmerger,
     kvzap,
     kvzip,
     lazyeviction,
     paged_h2o,
     predicted_reads,
     pyramidkv,
+    pyramidkv_ablations,
     r_kv,
     random,
+    razor_attention,
     scissorhands,
     shared_reads,
     snapkv,
@@ -38,6 +42,7 @@ from kvjax.cache.methods import (
     tova,
     triattention,
     wide_pool,
+    windowkv,
 )
 from kvjax.cache.methods.k_means import k_means
 from kvjax.cache.methods.kvcrush import Anchor, kv_crush
@@ -50,7 +55,8 @@ from kvjax.errors import UserError
 _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compress, wide_pool,
            predicted_reads, shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
-          compactor, kvzip, kvzap, duo_heads, r_kv, triattention)  # fmt: skip
+          compactor, kvzip, kvzap, duo_heads, r_kv, triattention, pyramidkv_ablations,
+          fastgen, razor_attention, kvmerger, windowkv)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
 _WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means, "matched": matched}
 WRAPPED = (

@@ -10,7 +10,7 @@ the others at the same cap; `pyramidkv-exact` keeps the schedule on its real lin
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.methods.snapkv import METHODS as SNAPKV
 from kvjax.cache.policy.allocate import Budget, ByLayer, EvenLayers
@@ -38,13 +38,7 @@ class Pyramid(EvenLayers):
         return not self.exact
 
     def tokens(self, budget: Budget, artefacts: Artefacts) -> Float[Array, " L"]:
-        window, seq_len = budget.protected, budget.seq_len
-        base = jnp.maximum(budget.cap.astype(jnp.int32) - window, 0)
-        low = base // self.beta
-        high = 2 * base - low
-        room = jnp.maximum(seq_len - window, 0)
-        low = jnp.where(high >= room, 2 * base - room, low)
-        high = jnp.minimum(high, room)
+        low, high, pyramid = ends(budget, self.beta)
         layer = jnp.arange(budget.num_layers, dtype=jnp.int32)
         steps = max(1, budget.num_layers - 1)
         if self.exact:
@@ -52,8 +46,20 @@ class Pyramid(EvenLayers):
             tokens = high.astype(jnp.float32) - layer.astype(jnp.float32) * slope
         else:
             tokens = (high - layer * ((high - low) // steps)).astype(jnp.float32)
-        pyramid = (seq_len >= 2 * base) & (budget.num_layers > 1)
-        return jnp.where(pyramid, tokens + window, super().tokens(budget, artefacts))
+        return jnp.where(pyramid, tokens + budget.protected, super().tokens(budget, artefacts))
+
+
+def ends(budget: Budget, beta: int) -> tuple[Int32[Array, ""], Int32[Array, ""], Bool[Array, ""]]:
+    """Tokens beside its window that a head of the last and of the first layer keeps, and whether
+    there is a pyramid at all: not for short prompts, nor for a single layer."""
+    window, seq_len = budget.protected, budget.seq_len
+    base = jnp.maximum(budget.cap.astype(jnp.int32) - window, 0)
+    low = base // beta
+    high = 2 * base - low
+    room = jnp.maximum(seq_len - window, 0)
+    low = jnp.where(high >= room, 2 * base - room, low)
+    pyramid = (seq_len >= 2 * base) & (budget.num_layers > 1)
+    return low, jnp.minimum(high, room), pyramid
 
 
 METHODS: tuple[Method, ...] = tuple(
