@@ -67,6 +67,12 @@ PLUGINS = {
     "v5e": ("libtpu", "tpu"),
     "v6e": ("libtpu", "tpu"),
 }
+NOT_TO_RUN = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_gpu_autotune_level=0"
+)
+"""Flags of XLA for programs of which only the operations and the buffers are looked at: both are
+settled before code is generated, which takes most of the time."""
 
 
 @dataclasses.dataclass(frozen=True)
