@@ -25,6 +25,8 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 _raised = 0
 """The signal that has raised an exception; 0 for none."""
+at_once = False
+"""Whether a command that goes wrong ends without what libraries do at exit."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -45,6 +47,13 @@ def guard(name: str = "__main__") -> None:
 def started() -> None:
     """Slow imports are done: from now on a signal raises KeyboardInterrupt or `Terminated`."""
     _replace(_leave, _raise)
+
+
+def leaves_at_once() -> None:
+    """From now on a command that goes wrong ends as soon as it has said so: at exit libraries would
+    wait for other processes."""
+    global at_once
+    at_once = True
 
 
 def ending() -> None:

@@ -110,7 +110,7 @@ def run_script(run: Callable[[list[str] | None], int], *, lazy_imports: bool = F
     else:
         code = main_of(run)
     startup.ending()
-    if code > 128:
+    if code > 128 or (code and startup.at_once):
         # Libraries' threads may wait for ever for work that was broken off; all is said and put
         # away by now.
         for stream in (sys.stdout, sys.stderr):

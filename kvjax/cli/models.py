@@ -62,14 +62,22 @@ def add_weight_dtype_option(parser: argparse.ArgumentParser | argparse._Argument
     )
 
 
-def add_devices_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the option that says how many devices the model runs on."""
+def add_devices_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, of_processes: bool = False
+) -> None:
+    """Add the option that says how many devices the model runs on.
+
+    Args:
+        parser: a parser or a group of one.
+        of_processes: None by default, for a command that may be several processes.
+    """
+    usual = "1, or all that several processes have" if of_processes else "1"
     parser.add_argument(
         "--tensor-parallel",
         type=int,
-        default=1,
+        default=None if of_processes else 1,
         metavar="N",
-        help="devices that share the model and its cache, by KV heads (%(default)s)",
+        help=f"devices that share the model and its cache, by KV heads ({usual})",
     )
 
 
@@ -129,6 +137,12 @@ def chosen_calibration(
     return find(model) or _made(model, progress)
 
 
+def _one_process() -> bool:
+    import jax
+
+    return jax.process_count() == 1
+
+
 def _made(model: "LoadedModel", progress: Progress) -> "Calibration":
     """A calibration of a model that has none, announced."""
     from kvjax.engine.calibrate.shelf import make
@@ -163,7 +177,7 @@ def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Pr
         least, most = CALIBRATES_ITSELF
         size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
         soon = size >= least and (size <= most or jax.default_backend() != "cpu")
-        if found is None and soon and not options.dummy_weights:
+        if found is None and soon and not options.dummy_weights and _one_process():
             found = _made(model, progress)
     else:
         found = chosen_calibration(options, model, [get_method(CALIBRATED)], progress)
@@ -199,7 +213,7 @@ def load_chosen_model(
 
     startup.started()
     split = None
-    if getattr(options, "tensor_parallel", 1) > 1:
+    if (getattr(options, "tensor_parallel", None) or 1) > 1:
         from kvjax.engine.parallel import check_there, split_of
 
         # Before anything slow.

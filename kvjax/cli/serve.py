@@ -3,6 +3,7 @@
     kvjax serve --rate 8
     kvjax serve --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct --rate 8 --port 8000
     KVJAX_API_KEY=secret kvjax serve --host 0.0.0.0 --max-waiting 64
+    kvjax serve --coordinator node0:8476 --num-processes 2 --process-id 0   # and 1 on the other
 
 Then open http://127.0.0.1:8000/, or point any OpenAI client at http://127.0.0.1:8000/v1. What it
 offers, and how it is operated: docs/serving.md.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -28,6 +30,7 @@ from kvjax.cli.models import (
     load_chosen_model,
     usual_method,
 )
+from kvjax.cli.processes import add_process_options, follow, joined, lead
 from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
 from kvjax.extras import check_extra
@@ -39,6 +42,15 @@ if TYPE_CHECKING:
 
 USUAL_RATE = 8.0
 KEY_VARIABLE = "KVJAX_API_KEY"
+COMPARED = (
+    "model", "dummy_weights", "dtype", "weight_dtype", "context_length", "rate",
+    "max_cache_tokens", "method", "methods", "cache_dtype", "floor", "compress_every",
+    "share_prefix", "retained_prefixes", "max_batch", "max_len", "block_size", "prefill_chunk",
+    "prefill_scratch", "decode_steps_per_sync", "pool_tokens", "memory_fraction",
+    "tensor_parallel",
+)  # fmt: skip
+"""Options that all processes of a server have to be given alike: the others are the first one's, or
+of its machine."""
 WARM_UP = (128, 1024)
 """Lengths of prompts that are compiled for, where no others are given and the context has room."""
 
@@ -85,7 +97,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--decode-steps-per-sync", type=int, default=8, help="(%(default)s)")
     sizes.add_argument("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
     sizes.add_argument("--memory-fraction", type=float, default=0.9, help="(%(default)s)")
-    add_devices_option(sizes)
+    add_devices_option(sizes, of_processes=True)
+    add_process_options(parser.add_argument_group("processes"))
 
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
@@ -168,7 +181,7 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
         methods=further_methods(options),
         share_prefix=options.share_prefix,
         retained_prefixes=options.retained_prefixes,
-        tensor_parallel=options.tensor_parallel,
+        tensor_parallel=options.tensor_parallel or 1,
     )
     return compression, config
 
@@ -239,7 +252,6 @@ def run(options: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "openai"):
         check_extra(package, "serve", "kvjax serve")
     from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.serve import bind
 
     # What can be refused without a model is refused before one is loaded.
     check_model_options(options)
@@ -247,32 +259,57 @@ def run(options: argparse.Namespace) -> int:
     engine_settings(options)
     settings = server_settings(options)
     warm_up_lengths(options, 2**31 - 1)
-    listener = bind(options.host, options.port)
-    try:
-        enable_compilation_cache()
-        with Progress() as progress:
-            model, _ = load_chosen_model(options, progress)
-            if options.method is None:
-                options.method = usual_method(options, model, progress)
-            return _serve(options, settings, model, listener, progress)
-    finally:
-        listener.close()
+    with joined(options, COMPARED) as processes:
+        listener = None
+        if processes is None or processes.leads:
+            from kvjax.serve import bind
+
+            listener = bind(options.host, options.port)
+        with listener or contextlib.nullcontext():
+            enable_compilation_cache()
+            with Progress() as progress:
+                model, _ = load_chosen_model(options, progress)
+                if options.method is None:
+                    options.method = usual_method(options, model, progress)
+                if listener is None:
+                    return _follow(options, model, progress)
+                return _serve(options, settings, model, listener, progress)
+
+
+def _engine(options: argparse.Namespace, model: Any, progress: Any) -> dict[str, Any]:
+    """The arguments of the engine."""
+    from kvjax.cache.config import as_method
+
+    compression, config = engine_settings(options)
+    methods = [as_method(name) for name in (compression.method, *config.methods)]
+    calibration = chosen_calibration(options, model, methods, progress)
+    return {
+        "model": model,
+        "compression": compression,
+        "config": config,
+        "cache_dtype": options.cache_dtype,
+        "calibration": calibration,
+    }
+
+
+def _follow(options: argparse.Namespace, model: Any, progress: Any) -> int:
+    """Do what the first process does, until it ends."""
+    from kvjax.engine import LLM
+
+    llm = LLM(**_engine(options, model, progress))
+    progress.clear()
+    follow(llm)
+    return 0
 
 
 def _serve(
     options: argparse.Namespace, settings: ServerSettings, model: Any, listener: Any, progress: Any
 ) -> int:
-    from kvjax.cache.config import as_method
     from kvjax.engine import AsyncLLM
     from kvjax.serve import Service, run_server
     from kvjax.serve.logs import write_logs
 
-    compression, config = engine_settings(options)
-    methods = [as_method(name) for name in (compression.method, *config.methods)]
-    calibration = chosen_calibration(options, model, methods, progress)
-    llm = AsyncLLM(
-        model, compression, config, cache_dtype=options.cache_dtype, calibration=calibration
-    )
+    llm = AsyncLLM(**_engine(options, model, progress))
     service = Service(llm, settings)
     lengths = warm_up_lengths(options, llm.llm.max_len)
     progress.clear()
@@ -285,14 +322,18 @@ def _serve(
         print(f"try: {curl_line(url, service.name, bool(settings.api_keys))}", file=sys.stderr)
         sys.stderr.flush()
 
-    write_logs(sys.stderr, settings.log_prompts)
-    asyncio.run(
-        run_server(
+    async def main() -> int:
+        stop = asyncio.Event()
+        lead(llm, stop)
+        return await run_server(
             service,
             listener,
             warm_up=lengths,
             warm_up_logprobs=options.warm_up_logprobs,
             started=started,
+            stop=stop,
         )
-    )
+
+    write_logs(sys.stderr, settings.log_prompts)
+    asyncio.run(main())
     return 0

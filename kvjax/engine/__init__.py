@@ -7,10 +7,11 @@ answers are not here.
 
 from kvjax.engine.async_llm import AsyncLLM, AsyncOutputs
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.llm import LLM, RateWarning
+from kvjax.engine.llm import LLM
 from kvjax.engine.memory import pool_tokens_for
 from kvjax.engine.request import RequestOutput, TokenLogprobs
 from kvjax.engine.sampling import SamplingParams
+from kvjax.engine.tell import RateWarning
 
 __all__ = [
     "LLM",

@@ -226,6 +226,9 @@ class AsyncLLM:
     ) -> None:
         """Compile what prompts of these lengths need, as `LLM.warm_up`; requests go on meanwhile,
         and those that wait for steps come first."""
+        if self.llm.engine.beside is None:
+            await self._call(lambda: self.llm.warm_up(prompt_lens, logprobs, compression))
+            return
         requests, worker = self.llm.like(prompt_lens, logprobs, compression), self.llm.worker
         for request in requests:
             await self._compile(await self._call(lambda one=request: [*needs_ahead(worker, one)]))
@@ -289,11 +292,19 @@ class AsyncLLM:
         loop = self._own_loop()
         if self._driver.ident is None:
             self._driver.closing = "closed"
+            if self.llm.engine.agreement is not None:
+                self.llm.engine.agreement.end()
             return
         ended, tell = _signal(loop)
         self._driver.close("drain" if drain else "abort", tell)
         await ended.wait()
         self._driver.join()
+
+    def lose(self, reason: str) -> None:
+        """Its process ends, for the reason: whoever waits for an output gets an error. From any
+        thread."""
+        self.llm.recovery.dead = self.llm.dead or f"dead: {reason}"
+        self._driver.close_mailboxes()
 
     async def _call[T](self, function: Callable[[], T]) -> T:
         self._begin()

@@ -104,6 +104,9 @@ class CompiledSteps:
         self.flexible = False
         """Whether larger sizes do where the right one is not compiled."""
         self._tracing = threading.Lock()
+        self.meet: Callable[[], None] = lambda: None
+        """Called when steps were compiled, before any of them runs: some processes take longer, and
+        nobody is to wait for them in a collective."""
 
     def run(self, call: StepCall) -> Any:
         """What the call returns; compiled at the first one of each key."""
@@ -115,6 +118,7 @@ class CompiledSteps:
                     wait([future])
                 if call.key not in self.seconds:
                     self.add(call)
+                self.meet()
             self.waited += time.perf_counter() - start
         return call.step(*call.args)
 
@@ -130,6 +134,7 @@ class CompiledSteps:
         # An interruption goes on when the threads have ended: none can be stopped half way.
         with released(), ThreadPoolExecutor(max(2, os.cpu_count() or 1)) as threads:
             wait([threads.submit(self.add, call) for call in new])
+            self.meet()
         self.waited += time.perf_counter() - start
 
     def fitting(

@@ -138,7 +138,9 @@ class Driver(threading.Thread):
         """Whether anything has happened since the last round began."""
         self.post = Post()
         llm.engine.outbox.on_emitted = self.post.deliver
-        llm.engine.compile_beside(self.look)
+        if llm.engine.agreement is None:
+            # Which steps are there decides what runs, and it would not be the same everywhere.
+            llm.engine.compile_beside(self.look)
 
     def watch(self, mailbox: Mailbox) -> None:
         """Close a mailbox when this thread ends, and see what it was made for."""
@@ -148,6 +150,11 @@ class Driver(threading.Thread):
             if self.closing != "closed":
                 return
         mailbox.close()
+
+    def close_mailboxes(self) -> None:
+        """Nothing more will come, for anybody. From any thread."""
+        for mailbox in list(self._mailboxes):
+            mailbox.close()
 
     def look(self) -> None:
         """There may be something to do. From any thread."""
@@ -188,8 +195,9 @@ class Driver(threading.Thread):
         finally:
             with self._wake:
                 self.closing = "closed"
-            for mailbox in list(self._mailboxes):
-                mailbox.close()
+            self.close_mailboxes()
+            if self._llm.engine.agreement is not None:
+                self._llm.engine.agreement.end()
             for _, future in self._calls:
                 future.cancel()
             for when_ended in self._when_ended:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.policy import DecodeRule, Method
+from kvjax.engine.agreement import Agreement, Ending
 from kvjax.engine.beside import Beside
 from kvjax.engine.compilation import StepKey
 from kvjax.engine.config import EngineConfig
@@ -77,6 +78,8 @@ class Engine:
         self._on_cpu = jax.default_backend() == "cpu"
         self.beside: Beside | None = None
         """Where steps are compiled while others run."""
+        self.agreement: Agreement | None = None
+        """What other processes of this engine are told, or say; None where there are none."""
 
     def compile_beside(self, on_done: Callable[[], None]) -> None:
         """From now on requests wait in the queue for steps that have to be compiled, and others
@@ -112,10 +115,18 @@ class Engine:
             UserError: it cannot be taken now, as `Intake.add` says.
         """
         request.stats.arrival = self.clock()
-        tokenizer = self.tokenizer if request.sampling.detokenize else None
-        text = RequestText(tokenizer, request.sampling.stop)
-        self.intake.add(request, text, len(self.scheduler.waiting))
+        self.intake.add(request, self._text_of(request), len(self.scheduler.waiting))
         self.metrics.requests.inc()
+
+    def take_over(self, request: Request) -> None:
+        """Have a request that another process was given; it is new in this round."""
+        request.stats.arrival = self.clock()
+        self.intake.open[request.id] = request, self._text_of(request)
+        self.metrics.requests.inc()
+
+    def _text_of(self, request: Request) -> RequestText:
+        tokenizer = self.tokenizer if request.sampling.detokenize else None
+        return RequestText(tokenizer, request.sampling.stop)
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request; the scheduler takes it out and its caller is told."""
@@ -130,7 +141,8 @@ class Engine:
         Raises:
             Exception: the same, where it took the device's state with it.
         """
-        if not self.worker.alive():
+        if self.agreement is not None or not self.worker.alive():
+            # Where there are other processes, nobody knows whether it is theirs, too.
             raise error
         log.error("request %r ends", request.id, exc_info=error)
         self.end(request, "error", in_one_line(error))
@@ -174,14 +186,25 @@ class Engine:
     def _take_in(self) -> None:
         """What has come from other threads, and whose time is up."""
         # New ones last: whoever is aborted or late is known to the scheduler then.
-        aborted, late = self.intake.take_aborted(), self.intake.take_late(self.clock())
-        for request in self.intake.take_new():
+        ends = list(self._endings())
+        new = self.intake.take_new()
+        if self.agreement is not None:
+            new, ends = self.agreement.agree(new, ends)
+        for request in new:
             self.scheduler.add(request)
-        for request in aborted:
-            self.end(request, "abort")
-        for request in late:
-            log.warning("request %r ends: its deadline has passed", request.id)
-            self.end(request, "deadline")
+        for request, reason, error in ends:
+            if reason == "deadline":
+                log.warning("request %r ends: its deadline has passed", request.id)
+            self.end(request, reason, error)
+
+    def _endings(self) -> Iterator[Ending]:
+        """Who ends in this round, for a reason that comes from outside."""
+        for request in self.intake.take_aborted():
+            yield request, "abort", None
+        for request, error in self.intake.take_failed():
+            yield request, "error", error
+        for request in self.intake.take_late(self.clock()):
+            yield request, "deadline", None
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -293,7 +316,7 @@ class Engine:
         if not job.in_pool:
             with self._phase("compress"):
                 fitted = bool(self.worker.place(job, request.slot))
-                held = np.asarray(self.worker.cache.context_len[request.slot])
+                held = self.worker.on_host(self.worker.cache.context_len[request.slot])
             if not fitted:
                 self.scheduler.note_unplaced(self.worker.free_blocks())
                 return
@@ -306,7 +329,7 @@ class Engine:
     def _settle_chunk(self, job: PromptJob, size: int) -> bool:
         """What became of a chunk in the pool. Returns whether it is there; if not it runs again."""
         with self._phase("prefill"):
-            held = np.asarray(self.worker.cache.context_len[job.request.slot])
+            held = self.worker.on_host(self.worker.cache.context_len[job.request.slot])
         free, fitted = self.worker.free_blocks(), bool(job.fits)
         # A chunk is in the pool whole before it is compressed.
         self.metrics.note_free(int(free.sum()))
@@ -341,7 +364,8 @@ class Engine:
                 num_top(requests),
             )
         except Exception as error:
-            if len(requests) == 1 or not self.worker.alive():
+            alone = len(requests) == 1 or self.agreement is not None
+            if alone or not self.worker.alive():
                 self.fail(requests[0], error)
                 return []
             log.warning("a decode step of %d requests failed; each runs alone now", len(requests))
@@ -363,7 +387,8 @@ class Engine:
                     most,
                     int(longest[slots].max()),
                 )
-                for request, blocks in zip(group, np.asarray(freed).reshape(len(freed), -1)):
+                freed = self.worker.on_host(freed)
+                for request, blocks in zip(group, freed.reshape(len(freed), -1)):
                     self.scheduler.note_compressed(request, blocks)
                     request.stats.blocks_evicted_decoding += int(blocks.sum())
                     total += int(blocks.sum())
@@ -407,7 +432,7 @@ class Engine:
         (starts, self._starts), (loops, self._loops) = (self._starts, []), (self._loops, [])
         refused = self._collect_starts(starts) if starts else []
         with self._phase("decode"):
-            reports = jax.device_get([report for _, report in loops])
+            reports = self.worker.on_host([report for _, report in loops])
         self.scheduler.accounts.free[:] = reports[-1].free
         # Before those that ended leave, and before anything is compressed.
         self.metrics.note_free(self.scheduler.accounts.num_free)
@@ -432,7 +457,7 @@ class Engine:
             with self._phase("repeat"):
                 jax.block_until_ready(repeated)
         with self._phase("compress"):
-            reports = jax.device_get([started for _, started in starts])
+            reports = self.worker.on_host([started for _, started in starts])
         now, refused = self.clock(), []
         for (job, _), report in zip(starts, reports, strict=True):
             if report.ok:

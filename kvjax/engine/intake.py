@@ -57,6 +57,7 @@ class Intake:
         self._lock = threading.RLock()
         self._new: list[Request] = []
         self._aborts: list[Request] = []
+        self._failed: list[tuple[Request, str]] = []
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = itertools.count()
         self._outbox: dict[str, RequestOutput] = {}
@@ -119,6 +120,17 @@ class Intake:
                 with contextlib.suppress(UserError):
                     self.abort(request_id)
             self._outbox.pop(request_id, None)
+
+    def fail(self, request: Request, error: str) -> None:
+        """Have a request end with an error in the next round."""
+        with held(), self._lock:
+            self._failed.append((request, error))
+
+    def take_failed(self) -> list[tuple[Request, str]]:
+        """Requests of `fail` that have not ended otherwise, and their errors."""
+        with self._lock:
+            failed, self._failed = self._failed, []
+        return [(request, error) for request, error in failed if request.finish_reason is None]
 
     def take_new(self) -> list[Request]:
         """Requests that came since the last call."""

@@ -5,18 +5,19 @@ import itertools
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Codec, CompressionConfig, Method, PagedCache
+from kvjax.cache import Codec, CompressionConfig, Method
 from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
-from kvjax.engine import retaining
+from kvjax.engine import processes, retaining
+from kvjax.engine.agreement import Agreement, plain_compression, settings_of
 from kvjax.engine.calibrate.shelf import find as find_calibration
 from kvjax.engine.calibrate.shelf import load as load_calibration
 from kvjax.engine.checks import checked_request
@@ -25,36 +26,19 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.needs import needs_of, sharing
-from kvjax.engine.parallel import Parallel, split_of
+from kvjax.engine.parallel import Parallel, check_there, split_of
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
 from kvjax.engine.stream import OutputStream, refused
+from kvjax.engine.tell import tell_of_codes, tell_rate
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
-from kvjax.kernels import Encoded
 from kvjax.models import LoadedModel, load_model
 
-RATE_REACHED = 0.9
-"""Share of the rate asked for below which a request's own rate is worth a warning."""
-
 log = logging.getLogger(__name__)
-
-
-class RateWarning(UserWarning):
-    """A request is compressed less than its settings ask for."""
-
-
-def tell_of_codes(cache: PagedCache) -> None:
-    """Say, in the log, where a device has kernels for attention and they do not read a pool."""
-    where = jax.default_backend()
-    if where != "cpu" and isinstance(cache.kv.operands[0], Encoded):
-        log.warning(
-            "keys and values in %s: the %s kernels read no codes, decode attention runs through "
-            "XLA", cache.spec.codec.name, where,
-        )  # fmt: skip
 
 
 class LLM:
@@ -95,6 +79,9 @@ class LLM:
         """
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
+        together = processes.current()
+        if together is not None:
+            check_there(self.config.tensor_parallel)
         if isinstance(model, str):
             model = load_model(model, split=split_of(self.config.tensor_parallel, calibration))
         self.model = model
@@ -125,6 +112,7 @@ class LLM:
             tuple(planes),
             len(again),
             None if parallel is None else parallel.dealing,
+            *(() if together is None else (together.least,)),
         )
         self.worker = Worker(
             self.model.config,
@@ -141,6 +129,10 @@ class LLM:
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
+        if together is not None:
+            together.compare(settings_of(self, found))
+            self.engine.agreement = Agreement(self, together)
+            self.worker.compiled.meet = together.meet
         self._order = itertools.count()
         self._warned: set[float] = set()
 
@@ -158,6 +150,7 @@ class LLM:
             UserError: another thread is using the engine, or this is a callback.
         """
         with self.engine.owner("reset"), held():
+            self._together("reset")
             self.recovery.reset()
 
     def warm_up(
@@ -171,7 +164,14 @@ class LLM:
 
         Without it each step compiles when it is first needed, while requests wait.
         """
-        for request in self.like(prompt_lens, logprobs, compression):
+        requests, settings = self.like(prompt_lens, logprobs, compression), None
+        if self.engine.agreement is not None:
+            settings = plain_compression(self, compression)
+        with self.engine.owner("warm_up"):
+            self._together(
+                "warm_up", prompt_lens=list(prompt_lens), logprobs=logprobs, compression=settings
+            )
+        for request in requests:
             with self.engine.owner("warm_up"), held():
                 self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
                 for one in sharing(self.worker, request):
@@ -211,7 +211,7 @@ class LLM:
         plan = dataclasses.asdict(self.plan)
         parts = ("weights", "pool", "tables", "scratch", "workspace", "limit")
         found = {name: plan[name] for name in parts} | {"planned": self.plan.total}
-        told = jax.devices()[0].memory_stats() or {}
+        told = jax.local_devices()[0].memory_stats() or {}
         names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
         return found | {name: int(told[name]) for name in names if name in told}
 
@@ -283,29 +283,16 @@ class LLM:
                 request.deadline = self.engine.clock() + deadline
             request.on_output, request.waits, request.shared_tokens = on_output, waits, shared
             request.report_kept = check_flag("report_kept", report_kept)
+            if self.engine.agreement is not None:
+                plain_compression(self, compression)
             # Where warnings are errors, nothing is queued.
-            self._tell_rate(request)
+            tell_rate(request, self._warned)
             self.engine.add(request)
         except UserError as error:
             self.metrics.refused.inc()
             log.info("request %s is refused: %s", shown(request_id), error)
             raise
         return request_id
-
-    def _tell_rate(self, request: Request) -> None:
-        """Warn, once for each rate, where a request's rate is not the one that was asked for."""
-        asked, got = request.compression.rate, request.stats.rate
-        if asked is None or request.budget is None or got >= RATE_REACHED * asked:
-            return
-        message = (
-            f"rate {asked:g} is {got:.1f} for a prompt of {len(request.prompt)} tokens: caches "
-            f"keep at least floor={request.compression.floor} tokens; give a smaller floor to "
-            "CompressionConfig for more"
-        )
-        log.warning("request %r: %s", request.id, message)
-        if asked not in self._warned:
-            self._warned.add(asked)
-            warnings.warn(message, RateWarning, stacklevel=4)
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has generated is kept in its last output, of the next round.
@@ -344,6 +331,7 @@ class LLM:
                     f"request id {request_id!r}: its settings evict nothing; give it a rate or "
                     "max_cache_tokens"
                 )
+            self._together("compress", request_id=request_id, blocks=blocks)
             return self.engine.compress(request, blocks)
 
     # Prefixes; docs/design.md says who continues them
@@ -379,7 +367,24 @@ class LLM:
     def forget_prefixes(self) -> None:
         """Give back the blocks of all prefixes that are retained."""
         with self.engine.owner("forget_prefixes"), held():
+            self._together("forget_prefixes")
             self.engine.keeper.forget_all()
+
+    def follow(self) -> None:
+        """Do what the first of several processes does with its engine, until that ends.
+
+        Raises:
+            UserError: there are no other processes, or this is the first one.
+        """
+        agreement = self.engine.agreement
+        if agreement is None or agreement.processes.leads:
+            raise UserError("follow() is for all processes of an engine but the first one")
+        agreement.follow()
+
+    def _together(self, what: str, **given: Any) -> None:
+        """Where there are other processes: all of them do this next."""
+        if self.engine.agreement is not None:
+            self.engine.agreement.together(what, **given)
 
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do or to emit."""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,7 @@ def plan_memory(
     planes: Sequence[Plane] = (),
     asked_again: int = 0,
     dealing: Dealing | None = None,
+    least: Callable[[int], int] = lambda limit: limit,
 ) -> MemoryPlan:
     """The pool that fits beside everything else.
 
@@ -87,13 +88,14 @@ def plan_memory(
         asked_again: tokens of the request to repeat a prompt, where a method has it repeated: they
             run before a chunk of it, behind the whole prompt.
         dealing: how the model's heads are dealt to several devices, if they are.
+        least: bytes that every process may take of a device, from those that this one may.
 
     Raises:
         UserError: it does not fit, with the numbers; no codec stores that dtype.
     """
     devices = 1 if dealing is None else dealing.devices
     weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
-    limit = _limit(config, weights, devices)
+    limit = least(_limit(config, weights, devices))
     return plan_sizes(
         model.config, model.params, config, max_len, cache_dtype, planes, asked_again, dealing,
         limit=limit,
@@ -203,7 +205,7 @@ def _bytes_on_a_device(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def _limit(config: EngineConfig, weights: int, devices: int) -> int:
     """Bytes that an engine may take of a device, weights that are there already included."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * config.memory_fraction)
     # Devices of a CPU share its memory.

@@ -61,9 +61,7 @@ class Outbox:
                 log.warning("on_output of request %r raised", name, exc_info=error)
                 request.on_output = None
                 if request.finish_reason is None:
-                    request.finish_reason = "error"
-                    request.error = f"on_output raised {type(error).__name__}: {error}"
-                    self.note(request)
+                    self._intake.fail(request, f"on_output raised {type(error).__name__}: {error}")
             except BaseException as error:
                 self.interruption = self.interruption or error
             if not ended and request.finish_reason is not None:

@@ -37,6 +37,7 @@ from kvjax.models.parallel import (
     Split,
     deal,
     deal_query_heads,
+    put_whole,
     spec_of,
     split_params,
 )
@@ -76,7 +77,8 @@ class Parallel:
         for method in (*METHODS.values(), *methods):
             self._head_axes |= method.head_axes
         self._prompt_makers: dict[Any, Callable[[], PromptKV]] = {}
-        self._number = jax.device_put(dealing.number, NamedSharding(self.mesh, _BY_HEAD))
+        self._number = put_whole(dealing.number, NamedSharding(self.mesh, _BY_HEAD))
+        self._gathered = jax.jit(_as_is, out_shardings=self.everywhere)
 
     @classmethod
     def of(
@@ -127,7 +129,7 @@ class Parallel:
                 array = deal_query_heads(array, at.axis, self.dealing)
             elif at is not None:
                 array = deal(array, at.axis, self.dealing.number)
-            found[name] = jax.device_put(array, NamedSharding(self.mesh, self._spec_of(name)))
+            found[name] = put_whole(array, NamedSharding(self.mesh, self._spec_of(name)))
         return found
 
     def _spec_of(self, name: str) -> PartitionSpec:
@@ -136,7 +138,17 @@ class Parallel:
 
     def same(self, tree: Any) -> Any:
         """Arrays that every device has."""
-        return jax.device_put(tree, self.everywhere)
+        return jax.tree.map(lambda x: put_whole(x, self.everywhere), tree)
+
+    def on_host(self, tree: Any) -> Any:
+        """What arrays hold, for the host (waits for the devices). Of what lies on devices of
+        several processes each gets all of it: all of them have to call it."""
+        leaves, at = jax.tree.flatten(tree)
+        apart = [n for n, x in enumerate(leaves) if not _is_here(x)]
+        gathered = self._gathered([leaves[n] for n in apart]) if apart else []
+        for n, x in zip(apart, gathered, strict=True):
+            leaves[n] = x
+        return jax.device_get(jax.tree.unflatten(at, leaves))
 
     @property
     def everywhere(self) -> NamedSharding:
@@ -300,9 +312,19 @@ def _mesh(devices: int) -> Mesh:
     return jax.make_mesh((devices,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:devices])
 
 
+def _is_here(x: Any) -> bool:
+    """Whether this process can read all of it."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
 def check_there(devices: int) -> None:
-    """Raise `UserError` where this process has fewer devices."""
-    there = jax.devices()
+    """Raise `UserError` where there are fewer devices, or not all of several processes'."""
+    there, processes = jax.devices(), jax.process_count()
+    if processes > 1 and devices != len(there):
+        raise UserError(
+            f"tensor_parallel {devices}: {processes} processes have {len(there)} devices together, "
+            f"and all have to take part; give {len(there)}"
+        )
     if devices > len(there):
         raise UserError(
             f"tensor_parallel {devices}: this process has {len(there)} of kind "

@@ -3,7 +3,8 @@
 What belongs to a request ends that request, and the round goes on (`Engine.fail`). Where it belongs
 to none, or the round was interrupted in the middle, the device may be ahead of what the host knows:
 everything that runs comes again from the queue with the tokens that it has. Where the state on the
-device is lost, the engine is `dead` until it is `reset`.
+device is lost, the engine is `dead` until it is `reset`. Where there are several processes, none
+knows what became of a step in the others: all of them end.
 """
 
 import logging
@@ -49,8 +50,8 @@ class Recovery:
             except Exception as error:
                 self._failed(error)
             except BaseException:
-                # What was let through has left nothing half done.
-                self._under_way = not released.interrupted
+                # What was let through has left nothing half done, but others may have done it.
+                self._under_way = not released.interrupted or engine.agreement is not None
                 raise
             finally:
                 engine.owner.in_round = False
@@ -76,6 +77,8 @@ class Recovery:
         log.error("a round failed", exc_info=error)
         self._failures += 1
         self.engine.metrics.failures.inc()
+        if (agreement := self.engine.agreement) is not None:
+            agreement.processes.end_together(f"a round failed ({in_one_line(error)})")
         if not self.engine.worker.alive():
             self._die(f"the device's state is lost ({in_one_line(error)})")
         elif self._failures >= MOST_FAILURES:
@@ -86,6 +89,8 @@ class Recovery:
     def _resume(self) -> None:
         """Begin again with the tokens that the host knows of: all that run come from the queue."""
         engine = self.engine
+        if engine.agreement is not None:
+            engine.agreement.processes.end_together("a round was interrupted")
         if not engine.worker.alive():
             return self._die("the device's state was lost when a step was interrupted")
         log.warning("a round was left half way: all running requests are prefilled again")

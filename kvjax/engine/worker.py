@@ -138,9 +138,13 @@ class Worker:
         """Seconds of compilation so far."""
         return self.compiled.waited
 
+    def on_host(self, tree: Any) -> Any:
+        """What arrays of the device hold (waits for it)."""
+        return jax.device_get(tree) if self.parallel is None else self.parallel.on_host(tree)
+
     def free_blocks(self) -> np.ndarray:
         """Blocks of each device's pool that nobody owns (waits for the device)."""
-        return np.asarray(self.cache.free.count)
+        return np.asarray(self.on_host(self.cache.free.count))
 
     def by_head(self, x: Any) -> np.ndarray:
         """What lies by place [L, places, …] on the devices, by the model's heads [L, H, …]."""
@@ -150,9 +154,10 @@ class Worker:
     def kept_tokens(self, slot: int, length: int) -> np.ndarray:
         """Which of its first `length` tokens each head of a slot holds, bool [L, H, length]
         (waits for the device)."""
-        table = np.asarray(self.cache.block_table[slot])
+        table = np.asarray(self.on_host(self.cache.block_table[slot]))
         owned = int((table < self.shard_blocks).sum(-1).max())
-        positions = self.by_head(self.compiled.run(self.kept_call(table, owned)))
+        found = self.compiled.run(self.kept_call(table, owned))
+        positions = self.by_head(self.on_host(found))
         kept = np.zeros((*positions.shape[:-1], length), bool)
         held = (positions >= 0) & (positions < length)
         layer, head = np.nonzero(held)[:2]

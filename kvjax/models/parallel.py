@@ -222,7 +222,15 @@ class Split:
 
     def put(self, value: Array | np.ndarray, names: tuple[str, ...], layer: int | None) -> Array:
         """A parameter of the whole model, or of one layer, dealt to the devices."""
-        return jax.device_put(dealt(value, names, self.dealing, layer), self.sharding(names))
+        return put_whole(dealt(value, names, self.dealing, layer), self.sharding(names))
+
+
+def put_whole(value: Array | np.ndarray, sharding: NamedSharding) -> Array:
+    """An array that every process has as a whole, put onto the devices of a mesh."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 
 
 def dealt(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvjax import cache as kv
 from kvjax.cache.store import CacheSpec, restored, saved, typed
 from kvjax.cache.store.codec import Codec, Plain
-from kvjax.engine.llm import tell_of_codes
+from kvjax.engine.tell import tell_of_codes
 from kvjax.errors import UserError
 from kvjax.kernels import Encoded, paged_attention
 from tests.cache.test_merger import METHOD

@@ -10,12 +10,13 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.engine.compilation import CompiledSteps, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.llm import LLM, RateWarning
+from kvjax.engine.llm import LLM
 from kvjax.engine.memory import plan_memory, pool_tokens_for
 from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.tell import RateWarning
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.tokenizer import ByteTokenizer
@@ -237,7 +238,7 @@ def test_memory_tells_the_plan_and_the_device(tiny_params, monkeypatch):
         def memory_stats(self):
             return told
 
-    monkeypatch.setattr("jax.devices", lambda: [Device()])
+    monkeypatch.setattr("jax.local_devices", lambda: [Device()])
     assert llm.memory()["peak_bytes_in_use"] == 9
     model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
     plan = plan_memory(model, EngineConfig(memory_fraction=0.5), 128, "float32")

@@ -211,7 +211,7 @@ def test_compilation_stalls_whoever_waits():
 def test_a_pool_beyond_the_memory_is_refused(tiny_params, monkeypatch):
     model = LoadedModel(TINY, tiny_params, tiny_tokenizer(), "")
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2 * 10**7})
-    monkeypatch.setattr("jax.devices", lambda: [device])
+    monkeypatch.setattr("jax.local_devices", lambda: [device])
     sizes: dict[str, Any] = {"max_batch": 2, "prefill_chunk": 64, "prefill_scratch": 64}
     assert (
         plan_memory(model, EngineConfig(pool_tokens=4_000, **sizes), 256, "float32").total < 10**7
@@ -225,7 +225,7 @@ def test_a_pool_of_all_that_is_left_fits(tiny_params, monkeypatch, share):
     """What lies beside the blocks, a number or two of each, is left room for."""
     model = LoadedModel(TINY, tiny_params, tiny_tokenizer(), "")
     device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**8})
-    monkeypatch.setattr("jax.devices", lambda: [device])
+    monkeypatch.setattr("jax.local_devices", lambda: [device])
     sizes = EngineConfig(
         max_batch=64, prefill_chunk=64, prefill_scratch=64, share_prefix=share
     )  # fmt: skip

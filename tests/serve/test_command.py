@@ -27,6 +27,8 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
         (("--api-key", ""), "--api-key"),
         (("--drain", -1), "drain_seconds"),
         (("--model", "none-such"), "none-such"),
+        (("--num-processes", 2), "need --coordinator HOST:PORT, or auto"),
+        (("--coordinator", "node0", "--num-processes", 2), "--coordinator 'node0': give HOST:PORT"),
     ):
         assert says in refusal(capsys, *arguments)
     find = extras.find_spec

@@ -11,7 +11,7 @@ from kvjax.engine.calibrate.published import is_published, load_published
 from kvjax.engine.calibrate.run import CalibrationSettings, Progress, calibrate
 from kvjax.engine.calibrate.texts import QUICK, QUICK_EXERCISES, default_texts
 from kvjax.errors import UserError
-from kvjax.models import LoadedModel
+from kvjax.models import DUMMY, LoadedModel
 from kvjax.models.hub import user_cache_dir
 
 AUTO, NONE = "auto", "none"
@@ -33,6 +33,9 @@ def find(model: LoadedModel) -> Calibration | None:
 
     Weights are looked at only where there is one of a model with as many layers, or a shelf.
     """
+    if model.source == DUMMY and model.split is not None:
+        # None is of random weights, and these do not lie where their fingerprint can be taken.
+        return None
     for path in shipped():
         found = _of_model(path, model)
         if found is not None:
@@ -59,8 +62,13 @@ def make(model: LoadedModel, progress: Progress = lambda what, done, total: None
     """Calibrate a model on texts of this package, and keep it in the user's cache.
 
     Raises:
-        UserError: as `calibrate` says.
+        UserError: as `calibrate` says; this is one of several processes.
     """
+    if jax.process_count() > 1:
+        raise UserError(
+            f"{model.config.name} has no calibration, and several processes make none: run `kvjax "
+            "calibrate` once, on one machine, and give its file; or give another method"
+        )
     settings = CalibrationSettings(
         tokens=min(600, model.config.max_position_embeddings // 3),
         # Minutes on a CPU, seconds elsewhere.

@@ -1,0 +1,338 @@
+"""Processes of one engine do the same: here in threads, over a store in memory.
+
+`tests/test_several_processes.py` runs real ones.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.cache import CompressionConfig
+from kvjax.cache.methods import METHODS
+from kvjax.engine import LLM, EngineConfig, SamplingParams, agreement, processes
+from kvjax.engine.agreement import Agreement
+from kvjax.engine.processes import Processes, check_process_options, join
+from kvjax.engine.request import Request
+from kvjax.errors import UserError
+from tests.sharded.tiny import model_of
+
+SIZES = EngineConfig(
+    max_batch=2, max_len=56, block_size=4, prefill_chunk=32, prefill_scratch=32, pool_tokens=56,
+    decode_steps_per_sync=2,
+)  # fmt: skip
+USUAL = CompressionConfig(method="key-norm", rate=3, floor=4)
+
+
+class Store:
+    """What JAX's coordination service keeps, as far as processes use it."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+        self._news = threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self._news:
+            assert allow_overwrite or key not in self.values, key
+            self.values[key] = value
+            self._news.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self._news:
+            if self._news.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                return self.values[key]
+        raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+
+    def key_value_dir_get(self, folder):
+        with self._news:
+            return [(k, v) for k, v in self.values.items() if k.startswith(f"{folder}/")]
+
+    def key_value_delete(self, folder):
+        with self._news:
+            for key in [key for key in self.values if key.startswith(f"{folder}/")]:
+                del self.values[key]
+
+
+class Left(BaseException):
+    """What ends a process."""
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> list[Processes]:
+    def leave(reason):
+        raise Left(reason)
+
+    monkeypatch.setattr(processes, "leave", leave)
+    monkeypatch.setattr(processes, "PULSE_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "LINGER_SECONDS", 0.01)
+    store = Store()
+    return [Processes(store, index, 2) for index in range(2)]
+
+
+def at_once(*calls) -> list[Any]:
+    """What some calls return or raise, each in a thread of its own."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number):
+        try:
+            found[number] = calls[number]()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+        assert not thread.is_alive()
+    return found
+
+
+# What they tell each other
+
+
+def test_all_hear_what_each_says(two):
+    assert (
+        at_once(*[lambda p=p: p.exchange(f"from {p.index}") for p in two])
+        == [["from 0", "from 1"]] * 2
+    )
+    assert at_once(*[lambda p=p: p.least(7 - p.index) for p in two]) == [6, 6]
+
+
+def test_any_of_them_can_be_asked_to_end(two):
+    first, second = two
+    assert not first.asked
+    second.ask_to_end()
+    second.ask_to_end()
+    assert first.asked
+
+
+def test_processes_that_were_started_otherwise_are_refused(two):
+    same = {"--rate": 8.0, "jax": "1"}
+    assert at_once(*[lambda p=p: p.compare(same) for p in two]) == [None, None]
+    found = at_once(*[lambda p=p: p.compare({**same, "--rate": 8.0 + p.index}) for p in two])
+    for error in found:
+        assert isinstance(error, UserError)
+        assert str(error).startswith("process 1 has --rate '9.0' and process 0 '8.0': start all")
+
+
+def test_who_is_silent_or_has_failed_is_named(two):
+    first, second = two
+    store = first.client
+    for beat in range(3):
+        store.key_value_set("kvjax/alive/0", str(beat), allow_overwrite=True)
+        store.key_value_set("kvjax/alive/1", str(beat), allow_overwrite=True)
+        assert first.why_lost(5.0 * beat) is None
+    store.key_value_set("kvjax/alive/0", "3", allow_overwrite=True)
+    assert first.why_lost(10.0 + processes.SILENCE_SECONDS) is None
+    said = "process 1 of 2 has ended, or hangs"
+    store.key_value_set("kvjax/alive/0", "4", allow_overwrite=True)
+    assert first.why_lost(10.1 + processes.SILENCE_SECONDS) == said
+    second.fail("no weights")
+    assert first.why_lost(0.0) == "process 1: no weights"
+
+
+def test_what_went_wrong_because_another_one_ended_says_so(two):
+    first, _ = two
+    store, told = first.client, []
+    first.on_lost = told.append
+    stop = threading.Event()
+
+    def beat():
+        for beats in range(10**6):
+            store.key_value_set("kvjax/alive/0", str(beats), allow_overwrite=True)
+            if stop.wait(0.001):
+                return
+
+    store.key_value_set("kvjax/alive/1", "9")
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(Left, match="process 1 of 2 has ended: a round failed"):
+        first.end_together("a round failed")
+    stop.set()
+    thread.join()
+    assert told == [store.values["kvjax/failed/0"]]
+
+
+# How they begin
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((None, 2, 0, 1), "need --coordinator HOST:PORT, or auto"),
+        (("node0", 2, 0, 1), "--coordinator 'node0': give HOST:PORT of process 0, or auto"),
+        (("node0:x", 2, 0, 1), "give HOST:PORT"),
+        (("node0:0", 2, 0, 1), "give HOST:PORT"),
+        ((":80", 2, 0, 1), "give HOST:PORT"),
+        (("node0:80", 0, 0, 1), "--num-processes 0: give a whole number from 1"),
+        (("node0:80", 2, 2, 1), "--process-id 2: give a whole number from 0 to 1"),
+        (("node0:80", 2, -1, 1), "--process-id -1"),
+        (("node0:80", 2, 0, 0.0), "--coordinator-timeout 0.0: give a number above 0"),
+    ],
+)
+def test_options_that_do_not_go_together(given, said):
+    with pytest.raises(UserError, match=said):
+        check_process_options(*given)
+
+
+def test_a_coordinator_that_is_not_there():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        start = time.monotonic()
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}: nobody answers there"):
+            join(f"127.0.0.1:{port}", 2, 1, 0.3)
+        assert time.monotonic() - start < 5
+        one.listen()
+        with pytest.raises(UserError, match=f"port {port} cannot be had here"):
+            join(f"127.0.0.1:{port}", 2, 0, 0.3)
+    assert join(None) is None
+
+
+# What their engines do
+
+
+def engines(two) -> list[LLM]:
+    found = []
+    for one in two:
+        llm = LLM(model_of(True), USUAL, SIZES, calibration="none")
+        llm.engine.agreement = Agreement(llm, one)
+        found.append(llm)
+    return found
+
+
+def agreement_of(llm: LLM) -> Agreement:
+    found = llm.engine.agreement
+    assert found is not None
+    return found
+
+
+def recorded(llm: LLM) -> list[Any]:
+    """Decisions of an engine's scheduler as they are carried out, and what became of requests."""
+    log: list[Any] = []
+
+    def plain(value):
+        if isinstance(value, Request):
+            return value.id
+        return tuple(map(plain, value)) if isinstance(value, tuple) else value
+
+    def noting(make):
+        def decide(*args):
+            for decision in make(*args):
+                log.append((type(decision).__name__, *map(plain, vars(decision).values())))
+                yield decision
+
+        return decide
+
+    scheduler: Any = llm.scheduler
+    scheduler.round, scheduler.settle = noting(scheduler.round), noting(scheduler.settle)
+    close = llm.engine.intake.close
+
+    def closing(request):
+        log.append((request.id, tuple(request.tokens), request.finish_reason, request.error))
+        close(request)
+
+    llm.engine.intake.close = closing  # type: ignore[method-assign]
+    return log
+
+
+def test_all_do_as_the_first_process_does(two, monkeypatch):
+    """In one test, as every engine compiles its steps anew."""
+    monkeypatch.setattr(agreement, "BATCH", 4)
+    first, second = engines(two)
+    check_the_same_program(first, second)
+    check_decisions(two, first, second)
+
+
+def check_the_same_program(first: LLM, second: LLM) -> None:
+    """Each process makes the same calls by itself."""
+    prompts = [np.arange(n, n + 20, dtype=np.int32) for n in range(2)]
+    greedy = SamplingParams(max_tokens=5, ignore_eos=True)
+    calls = [lambda llm=llm: llm.generate(prompts, greedy) for llm in (first, second)]
+    for one, other in zip(*at_once(*calls), strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_array_equal(one.stats.kept, other.stats.kept)
+
+
+def check_decisions(two: list[Processes], first: LLM, second: LLM) -> None:
+    """The others follow a run in which much happens."""
+    logs = [recorded(llm) for llm in (first, second)]
+    rng = np.random.default_rng(3)
+
+    def raises(output):
+        raise ValueError("nobody listens")
+
+    def lead():
+        open_ones = []
+        for number in range(24):
+            if rng.random() < 0.5:
+                sampling = SamplingParams(
+                    max_tokens=int(rng.integers(1, 12)), temperature=float(rng.integers(2)),
+                    seed=int(rng.integers(99)), ignore_eos=True, stop=("q", "zz"),
+                )  # fmt: skip
+                prompt = rng.integers(0, 256, rng.choice([20, 40])).astype(np.int32)
+                asked = CompressionConfig(method="key-norm", rate=2, floor=8)
+                open_ones.append(
+                    first.add_request(
+                        prompt, sampling, asked if number % 3 == 0 else None,
+                        deadline=1e-9 if number % 7 == 6 else None,
+                        on_output=raises if number % 5 == 4 else None,
+                    )
+                )  # fmt: skip
+            if open_ones and rng.random() < 0.15:
+                with contextlib.suppress(UserError):  # it may have ended
+                    first.abort(open_ones.pop())
+            if first.scheduler.running and rng.random() < 0.3:
+                request = first.scheduler.running[0]
+                if request.finish_reason is None:
+                    first.compress(request.id, 2)
+            first.step()
+        while first.has_unfinished():
+            first.step()
+        first.reset()
+        first.warm_up([8], compression=CompressionConfig(method="full"))
+        last = first.generate([np.arange(30, dtype=np.int32)], SamplingParams(max_tokens=3))
+        agreement_of(first).end()
+        return last[0].finish_reason
+
+    assert at_once(lead, second.follow) == ["length", None]
+    kinds = {entry[0] for entry in logs[0]}
+    assert {"Begin", "Chunk", "Insert", "Decode", "Remove"} <= kinds
+    ends = {entry[2] for entry in logs[0] if str(entry[0]).startswith("request-")}
+    assert {"length", "deadline", "error"} <= ends
+    assert logs[0] == logs[1]
+    told = [key for key in two[0].client.values if "/told/" in key]
+    assert len(told) <= 3 * 4, "what all have read is deleted"
+
+
+def test_other_programs_are_noticed(two):
+    first, second = engines(two)
+    first.step()
+    with pytest.raises(UserError, match=r"1 does forget_prefixes\(\) where process 0 does round"):
+        second.forget_prefixes()
+    new = []
+    for number, llm in enumerate((first, second)):
+        prompt = np.arange(number, number + 20, dtype=np.int32)
+        llm.add_request(prompt, SamplingParams(max_tokens=5), request_id="mine")
+        new.append(llm.engine.intake.take_new())
+    assert agreement_of(first).agree(new[0], []) == (new[0], [])
+    with pytest.raises(UserError, match="was given another request 'mine' than process 0"):
+        agreement_of(second).agree(new[1], [])
+
+
+def test_what_several_processes_refuse(two):
+    first, second = engines(two)
+    asked = CompressionConfig(method=METHODS["streaming-llm"], rate=2, floor=8)
+    with pytest.raises(UserError, match="method streaming-llm with several processes: a request"):
+        first.add_request("text", SamplingParams(max_tokens=2), asked)
+    for llm in (first, LLM(model_of(True), USUAL, SIZES, calibration="none")):
+        with pytest.raises(UserError, match="for all processes of an engine but the first"):
+            llm.follow()
+    two[0].client.key_value_set(agreement_of(first)._key(0), '{"do": "dance"}')
+    with pytest.raises(UserError, match="process 0 does dance, which this version does not know"):
+        second.follow()

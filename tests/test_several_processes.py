@@ -1,0 +1,197 @@
+"""Real processes on the loopback: one engine over the devices of all of them."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Programs are small: compiling them is what takes the time."""
+PROGRAM = """
+import json, sys
+import numpy as np
+from kvjax.engine.processes import join
+
+index, count, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+together = join(f"127.0.0.1:{port}", count, index, 120) if count > 1 else None
+import jax
+from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams, load_model
+from kvjax.engine.parallel import split_of
+
+devices = jax.device_count()
+config = EngineConfig(
+    max_batch=2, max_len=128, block_size=4, prefill_chunk=32, prefill_scratch=64,
+    pool_tokens=400, tensor_parallel=devices,
+)
+model = load_model(weights=folder, split=split_of(devices, "none"))
+asked = CompressionConfig(method="kv-compress", rate=3, floor=4, compress_every=4)
+llm = LLM(model, asked, config, calibration="none")
+rng = np.random.default_rng(0)
+prompts = [rng.integers(0, 256, size).astype(np.int32) for size in (30, 61, 90)]
+found = []
+
+def run():
+    greedy = SamplingParams(max_tokens=6, ignore_eos=True)
+    names = [llm.add_request(prompt, greedy, report_kept=True) for prompt in prompts]
+    ended = {}
+    while llm.has_unfinished():
+        ended |= {out.request_id: out for out in llm.step() if out.finished}
+    for name in names:
+        out = ended[name]
+        at = [np.flatnonzero(head).tolist() for layer in out.stats.kept_tokens for head in layer]
+        found.append([out.token_ids, out.stats.kept.tolist(), at, out.error])
+
+run()  # the same program in all of them
+if index == 0:  # then one that the others follow
+    run()
+    if together is not None:
+        llm.engine.agreement.end()
+else:
+    llm.follow()
+print(json.dumps(found))
+if together is not None:
+    together.close()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture
+def running() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of a test; those that still run in the end are killed."""
+    found: list[subprocess.Popen[str]] = []
+    yield found
+    for one in found:
+        with one:
+            one.kill()
+
+
+def started(command: list[str], devices: int = 1) -> subprocess.Popen[str]:
+    flags = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+
+
+def programs(running: list, folder: Path, count: int, devices: int = 1) -> list[list]:
+    """What each process's program has found."""
+    port = str(free_port())
+    here = [
+        started(["-c", PROGRAM, str(index), str(count), port, str(folder)], devices)
+        for index in range(count)
+    ]
+    running += here
+    found = []
+    for one in here:
+        out, err = one.communicate(timeout=1200)
+        assert one.returncode == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    return found
+
+
+@pytest.mark.slow
+def test_same_tokens_and_same_kvs_as_in_one_process(tiny_folder, running):
+    (one,) = programs(running, tiny_folder, 1)
+    assert one[:3] == one[3:]
+    for count, devices in ((2, 1), (2, 2)):
+        first, second = programs(running, tiny_folder, count, devices)
+        assert first == one
+        assert second == one[:3]
+
+
+SERVE = ["-m", "kvjax", "serve", "--port", "0", "--method", "kv-compress", "--rate", "2"]
+SERVE += ["--floor", "8", "--pool-tokens", "2048", "--max-batch", "2", "--max-len", "512"]
+SERVE += ["--prefill-chunk", "128", "--prefill-scratch", "256", "--num-processes", "2"]
+SERVE += ["--block-size", "4"]
+
+
+def servers(running: list, folder: Path, *options: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+    """Process 0 and 1 of a server, each with options of its own."""
+    where = ["--weights", str(folder), "--coordinator", f"127.0.0.1:{free_port()}"]
+    here = [
+        started([*SERVE, *where, "--process-id", str(index), *options[index]]) for index in (0, 1)
+    ]
+    running += here
+    return here
+
+
+def url_of(server: subprocess.Popen[str]) -> tuple[str, list[str]]:
+    """Where a server is once it is up, and what it has said."""
+    lines = []
+    for line in server.stderr or ():
+        lines.append(line)
+        if line.startswith("try: "):
+            found = re.search(r"http://127.0.0.1:\d+", "".join(lines))
+            assert found
+            return found[0], lines
+    raise AssertionError(lines)
+
+
+BODY = {"prompt": "a" * 60, "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.mark.slow
+def test_a_server_of_two_processes(tiny_folder, running):
+    """It answers, ends with its followers, and a process that dies ends it."""
+    texts = []
+    for way in ("asked", "killed"):
+        first, second = servers(running, tiny_folder, ("--warm-up", "0"), ())
+        url, said = url_of(first)
+        with httpx.Client(base_url=url, trust_env=False, timeout=600) as client:
+            answer = client.post("/v1/completions", json=BODY).json()
+            assert "choices" in answer, answer
+            texts.append(answer["choices"][0]["text"])
+            assert answer["kvjax"]["achieved_rate"] > 1.5
+            if way == "asked":
+                # What a scheduler sends to all processes reaches the follower first.
+                second.send_signal(signal.SIGTERM)
+                assert first.wait(60) == 0
+                assert second.wait(60) == 0
+                continue
+            second.kill()
+            start = time.monotonic()
+            assert first.wait(60) == 1
+            assert time.monotonic() - start < 30
+        said += (first.stderr or [""]).readlines()  # type: ignore[union-attr]
+        (line,) = [line for line in said if line.startswith("error: ")]
+        assert line.startswith("error: process 1")
+        assert "start all of them again" in line
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_other_settings_are_refused_by_both(tiny_folder, running):
+    for one in servers(running, tiny_folder, (), ("--rate", "3")):
+        _, said = one.communicate(timeout=300)
+        assert one.returncode == 2, said
+        (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert line.startswith("error: process 1 has rate '3.0' and process 0 '2.0': start all")
+
+
+@pytest.mark.slow
+def test_a_process_without_the_others(running):
+    where = ["--dummy-weights", "--coordinator", f"127.0.0.1:{free_port()}"]
+    where += ["--coordinator-timeout", "2"]
+    for index in ("0", "1"):
+        one = started([*SERVE, *where, "--process-id", index])
+        running.append(one)
+        _, said = one.communicate(timeout=300)
+        assert one.returncode == 2, said
+        assert "error: --coordinator 127.0.0.1:" in said.splitlines()[-1]
+        assert "Traceback" not in said
