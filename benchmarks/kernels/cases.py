@@ -9,7 +9,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Plain
+from kvjax.cache import Plain, as_codec
+from kvjax.kernels.paged_attention import spec
+
+CODES = {
+    f"{keys} {values} b={b} d={d}": spec.Shape(4, 2, 4, d, 97, b, 12, "bfloat16", (keys, values))
+    for keys, values, b, d in (
+        ("int8", "int8", 16, 128),
+        ("int8", "int8", 8, 128),
+        ("int8", "int8", 32, 96),
+        ("int8", "int8", 64, 64),
+        ("int8", "int4", 16, 128),
+        ("int4", "int4", 16, 128),
+        ("int4", "int4", 8, 64),
+        ("e4m3", "e4m3", 16, 128),
+        ("e5m2", "e5m2", 32, 64),
+    )
+}
+"""Shapes of decode attention whose pools hold codes, by name."""
+
+
+def coded(shape: spec.Shape, metric: bool = True) -> tuple:
+    """`Shape.arguments` with pools of codes, in the forms of the shape."""
+    q, *_, table, lengths, of = shape.arguments()
+    pools = []
+    for form in shape.forms:
+        codec = as_codec(form, shape.dtype)
+        stored = codec.stored_shapes(shape.blocks, shape.block_size, shape.head_dim)
+        pools.append(codec.operand(stored))
+    return (q, *pools, table, lengths, of)[: 5 + metric]
+
 
 CACHE_BYTES = 1 << 28
 """Timed calls walk over at least so much data, several times the L2 of the largest GPU."""

@@ -95,6 +95,7 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     import jax
     import jax.numpy as jnp
 
+    from benchmarks.kernels import cases
     from kvjax.kernels import move_kvs, paged_attention, prefill_attention, window_metrics
     from kvjax.kernels.paged_attention import spec
 
@@ -112,6 +113,9 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
             continue
         if only in f"decode {family}":
             yield f"decode {family}", decode, shape.arguments(), (5,)
+    for name, shape in cases.CODES.items():
+        if only in f"decode {name}":
+            yield f"decode {name}", decode, cases.coded(shape), (5,)
     plain = spec.FAMILIES["llama-3.1-8b"]
     if only in "decode without metric":
         yield "decode without metric", paged_attention, plain.arguments(metric=False), ()

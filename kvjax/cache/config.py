@@ -7,6 +7,7 @@ from kvjax.cache.budget import FLOOR_TOKENS, cache_cap
 from kvjax.cache.evict import MAX_KVS_PER_STEP
 from kvjax.cache.methods import Method, get_method
 from kvjax.cache.policy.checks import MOST_WINDOW
+from kvjax.cache.store import CacheSpec
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole
 from kvjax.errors import UserError
 
@@ -15,6 +16,9 @@ AUTO = "auto"
 CALIBRATED, UNCALIBRATED = "matched:predicted-reads-blind", "snapkv"
 """What that is for a model whose calibration is there, and for any other: what finds most of what a
 chat request asks for, with a calibration and without (docs/results.md)."""
+SIZES = ("rate", "max_cache_tokens", "budget_bytes")
+"""What sets the size of a cache, one at a time."""
+MOST_BYTES = 1 << 50
 MOST_KVS_PER_STEP = 100_000_000
 """Most that `max_kvs_per_step` may be: some GiB of temporaries."""
 
@@ -23,9 +27,9 @@ MOST_KVS_PER_STEP = 100_000_000
 class CompressionConfig:
     """Compression settings of a request.
 
-    Give either `rate` or `max_cache_tokens`; without both, nothing is evicted. The size of a
-    sequence's cache is a cap on tokens' worth of KVs over all its layers and heads, fixed by the
-    length of its prompt.
+    Give one of `rate`, `max_cache_tokens` and `budget_bytes`; without any, nothing is evicted. The
+    size of a sequence's cache is a cap on tokens' worth of KVs over all its layers and heads, fixed
+    by the length of its prompt.
 
     Raises:
         UserError: a value has the wrong type or is out of range; one line that names it.
@@ -41,9 +45,12 @@ class CompressionConfig:
     than asked, see `reached_rate`. A rate of 1 evicts nothing, also while decoding."""
     max_cache_tokens: int | None = None
     """The cap itself, in tokens; rounded up to whole blocks."""
+    budget_bytes: int | None = None
+    """The cap in bytes of the pool, of keys and values as they are stored with all numbers beside
+    them; rounded down to whole blocks of every head. An engine makes `max_cache_tokens` of it."""
     floor: int = FLOOR_TOKENS
     """The least cap that a rate leads to, in tokens (128, as in KV-Compress); rounded up to whole
-    blocks. Without effect on `max_cache_tokens`."""
+    blocks. Without effect on the other two."""
     window: int | None = None
     """Overrides the method's observation window (and its protected window, if that is equal)."""
     protected: int | None = None
@@ -68,6 +75,7 @@ class CompressionConfig:
                 object.__setattr__(self, "rate", rate)
         ranges = {
             "max_cache_tokens": (1, INT32_MAX),
+            "budget_bytes": (1, MOST_BYTES),
             "floor": (1, INT32_MAX),
             "window": (1, MOST_WINDOW),
             "protected": (0, INT32_MAX),
@@ -81,11 +89,30 @@ class CompressionConfig:
                 object.__setattr__(self, name, check_whole(name, value, least, most))
         for name in ("on_prefill", "before_preemption"):
             check_flag(name, getattr(self, name))
-        if self.rate is not None and self.max_cache_tokens is not None:
+        sizes = [name for name in SIZES if getattr(self, name) is not None]
+        if len(sizes) > 1:
+            one, other = sizes[:2]
             raise UserError(
-                f"rate {self.rate} and max_cache_tokens {self.max_cache_tokens}: "
+                f"{one} {getattr(self, one)} and {other} {getattr(self, other)}: "
                 "both set the size of the cache, give one of them"
             )
+
+    def in_tokens(self, spec: CacheSpec) -> "CompressionConfig":
+        """The same with `max_cache_tokens` for `budget_bytes`, in a cache of this shape and codec.
+
+        Raises:
+            UserError: the bytes do not hold a block for each head.
+        """
+        if self.budget_bytes is None:
+            return self
+        least = spec.heads * spec.block_bytes
+        tokens = self.budget_bytes // least * spec.block_size
+        if not tokens:
+            raise UserError(
+                f"budget_bytes {self.budget_bytes}: a block of {spec.block_size} KVs in "
+                f"{spec.codec.name} for each of {spec.heads} heads takes {least}; give that or more"
+            )
+        return dataclasses.replace(self, budget_bytes=None, max_cache_tokens=tokens)
 
     def chosen(self, usual: str | Method) -> "CompressionConfig":
         """The same with `usual` for "auto"."""
@@ -112,7 +139,8 @@ class CompressionConfig:
     def sized(self) -> bool:
         """Whether there is a size to compress to: a method that evicts, and a rate above 1 or a
         cap."""
-        sized = self.max_cache_tokens is not None or (self.rate is not None and self.rate > 1)
+        given = self.max_cache_tokens is not None or self.budget_bytes is not None
+        sized = given or (self.rate is not None and self.rate > 1)
         return sized and as_method(self.method).compresses
 
     def cap(self, prompt_len: int, block_size: int) -> int | None:
@@ -120,9 +148,14 @@ class CompressionConfig:
 
         Raises:
             UserError: the cap is smaller than what the method protects.
+            ValueError: it is in bytes; see `in_tokens`.
         """
         if not self.sized:
             return None
+        if self.budget_bytes is not None:
+            raise ValueError(
+                f"budget_bytes {self.budget_bytes}: tokens follow from in_tokens(spec)"
+            )
         method, cap = self.resolved, self.max_cache_tokens
         if self.rate is not None:
             cap = cache_cap(prompt_len, self.rate, block_size, self.floor)

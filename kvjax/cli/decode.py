@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.command import check_output_file
 from kvjax.cli.models import (
+    add_budget_option,
     add_cache_dtype_option,
     add_calibration_option,
     add_devices_option,
@@ -78,6 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("cache")
     cache.add_argument("--rate", type=float, help="compression rate (8, if no size is given)")
     cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs to keep")
+    add_budget_option(cache)
     cache.add_argument(
         "--method",
         help="compression method (one that needs no question for a model with a calibration)",
@@ -322,12 +324,14 @@ def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, Samplin
 
     rate = options.rate
     method = AUTO if options.method is None else options.method
-    if rate is None and options.max_cache_tokens is None and method != "full":
+    sized = options.max_cache_tokens is not None or options.budget_bytes is not None
+    if rate is None and not sized and method != "full":
         rate = USUAL_RATE
     compression = CompressionConfig(
         method=method,
         rate=rate,
         max_cache_tokens=options.max_cache_tokens,
+        budget_bytes=options.budget_bytes,
         window=options.window,
         protected=options.protected,
         sinks=options.sinks,
@@ -381,8 +385,12 @@ def make_engine(
     """
     from kvjax.cache.config import as_method
     from kvjax.engine import LLM, pool_tokens_for
+    from kvjax.eval.sizes import cache_spec
 
     compression, sampling = settings_of(options)
+    if compression.budget_bytes is not None:
+        spec = cache_spec(model, options.block_size, options.cache_dtype)
+        compression = compression.in_tokens(spec)
     limit = options.context_length or model.config.max_position_embeddings
     if prompt_tokens + sampling.max_tokens > limit:
         raise UserError(

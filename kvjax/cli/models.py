@@ -88,7 +88,14 @@ def add_cache_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentG
         dest="cache_dtype",
         metavar="TYPE",
         help="what keys and values are stored in: float32, bfloat16, float16, e4m3, e5m2, int8, "
-        "int4 or int2 (that of the weights)",
+        "int5, int4, int2, k8v4 or k5v4, keys and values of so many bits (that of the weights)",
+    )
+
+
+def add_budget_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that says how many bytes a prompt's cache may take: `budget_bytes`."""
+    parser.add_argument(
+        "--budget-bytes", type=int, metavar="N", help="bytes of a prompt's cache, instead"
     )
 
 

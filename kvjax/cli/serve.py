@@ -20,6 +20,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.models import (
+    add_budget_option,
     add_cache_dtype_option,
     add_calibration_option,
     add_devices_option,
@@ -61,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("cache")
     cache.add_argument("--rate", type=float, help="compression rate of requests that name none (8)")
     cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs, instead")
+    add_budget_option(cache)
     cache.add_argument(
         "--method",
         help="compression method (one that needs no question for a model with a calibration)",
@@ -158,13 +160,15 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
     from kvjax.engine import EngineConfig
 
     method, rate = options.method or AUTO, options.rate
-    if rate is None and options.max_cache_tokens is None and method != "full":
+    sized = options.max_cache_tokens is not None or options.budget_bytes is not None
+    if rate is None and not sized and method != "full":
         rate = USUAL_RATE
     given = {"floor": options.floor} if options.floor is not None else {}
     compression = CompressionConfig(
         method=method,
         rate=rate,
         max_cache_tokens=options.max_cache_tokens,
+        budget_bytes=options.budget_bytes,
         compress_every=options.compress_every,
         **given,
     )

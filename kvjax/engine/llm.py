@@ -125,7 +125,8 @@ class LLM:
             artefacts={n: jnp.asarray(x) for n, x in found.arrays.items()} if found else None,
             parallel=parallel,
         )
-        tell_of_codes(self.worker.cache)
+        self.compression = self.compression.in_tokens(self.plan.spec)
+        tell_of_codes(self.worker.cache, self.model.config.group_size)
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics

@@ -7,7 +7,7 @@ import jax
 
 from kvjax.cache import PagedCache
 from kvjax.engine.request import Request
-from kvjax.kernels import Encoded
+from kvjax.kernels import Encoded, device, explain, paged_attention
 
 RATE_REACHED = 0.9
 """Share of the rate asked for below which a request's own rate is worth a warning."""
@@ -40,11 +40,22 @@ def tell_rate(request: Request, warned: set[float]) -> None:
         warnings.warn(message, RateWarning, stacklevel=4)
 
 
-def tell_of_codes(cache: PagedCache) -> None:
-    """Say, in the log, where a device has kernels for attention and they do not read a pool."""
-    where = jax.default_backend()
-    if where != "cpu" and isinstance(cache.kv.operands[0], Encoded):
-        log.warning(
-            "keys and values in %s: the %s kernels read no codes, decode attention runs through "
-            "XLA", cache.spec.codec.name, where,
-        )  # fmt: skip
+def tell_of_codes(cache: PagedCache, group: int) -> None:
+    """Say, in the log, where a device has kernels for attention and none reads a pool of codes.
+
+    Args:
+        cache: what attention will read.
+        group: query heads per KV head.
+    """
+    keys, values = cache.kv.operands
+    if not isinstance(keys, Encoded) or device.of(cache.metric).platform == "cpu":
+        return
+    table, lengths = (
+        jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
+        for x in (cache.block_table, cache.context_len)
+    )
+    shape = (table.shape[0], table.shape[1] * group, keys.shape[2])
+    q = jax.ShapeDtypeStruct(shape, keys.dtype)
+    chosen = explain(paged_attention, q, keys, values, table, lengths)
+    if chosen.startswith("xla"):
+        log.warning("keys and values in %s: decode attention is %s", cache.spec.codec.name, chosen)

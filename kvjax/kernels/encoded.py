@@ -25,6 +25,28 @@ class Decoder(Protocol):
     def decode(self, stored: Any) -> Float[Array, "*n d"]: ...
 
 
+class Codes(NamedTuple):
+    """Rows as a pool stores them, for kernels that make numbers of them."""
+
+    stored: Num[Array, "*n w"]
+    """What is stored of the numbers: w of d of them where a byte holds several."""
+    scale: Float[Array, "*n"]
+
+
+@runtime_checkable
+class Coded(Protocol):
+    """A decoder of stored numbers that kernels may read by themselves."""
+
+    @property
+    def form(self) -> str:
+        """What the numbers are, by a name that kernels know."""
+        ...
+
+    def codes(self, stored: Any) -> Codes:
+        """What is stored, of which nothing is computed."""
+        ...
+
+
 @runtime_checkable
 class Factored(Protocol):
     """A decoder whose rows have factors: products with rows are products with their codes, and
@@ -43,8 +65,8 @@ class Factored(Protocol):
 class Encoded:
     """A pool [N, b, d] of keys or values in another form, in place of the array.
 
-    Its shape and dtype are those of the rows. Device kernels that do not know the form leave it to
-    the XLA path, which reads the blocks that it gathers.
+    Its shape and dtype are those of the rows. Device kernels read the forms that they know as they
+    are stored; others are left to the XLA path, which reads the blocks that it gathers.
     """
 
     stored: Any
@@ -74,11 +96,28 @@ class Encoded:
         """The rows of some blocks."""
         return self.decoder.decode(self._blocks(blocks))
 
+    @property
+    def form(self) -> str:
+        """What is stored, by a name that kernels know; "encoded" if they cannot."""
+        return self.decoder.form if isinstance(self.decoder, Coded) else "encoded"
+
+    @property
+    def codes(self) -> Codes:
+        """What is stored, for kernels."""
+        assert isinstance(self.decoder, Coded)
+        return self.decoder.codes(self.stored)
+
     def factors(self, blocks: Int32[Array, "*n"]) -> Factors:
         """The rows of some blocks, as far as their decoder goes with them by factors."""
         if isinstance(self.decoder, Factored):
             return self.decoder.factors(self._blocks(blocks))
         return Factors(self[blocks])
+
+
+def form_of(pool: object) -> str | None:
+    """What a pool stores in place of rows: the name of a form, None where it is an array (or the
+    shape of one)."""
+    return pool.form if isinstance(pool, Encoded) else None
 
 
 def factors_of(pool: Array | Encoded, blocks: Int32[Array, "*n"]) -> Factors:

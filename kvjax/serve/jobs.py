@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.config import SIZES
 from kvjax.engine import SamplingParams
 from kvjax.errors import UserError
 from kvjax.models.tokenizer import Tokenizer
@@ -169,10 +170,9 @@ def compression_of(
             400, f"compression.method {method[:60]!r}: this server offers {known}",
             param="compression",
         )  # fmt: skip
-    sizes = [name for name in ("rate", "max_cache_tokens") if name in asked]
-    if len(sizes) == 1:
+    if sum(name in asked for name in SIZES) == 1:
         # The one that is asked for replaces the server's, whichever that is.
-        asked = {"rate": None, "max_cache_tokens": None, **asked}
+        asked = {**dict.fromkeys(SIZES), **asked}
     try:
         return dataclasses.replace(usual, **asked)
     except UserError as error:

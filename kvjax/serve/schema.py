@@ -24,6 +24,7 @@ class Compression(Body):
     method: str | None = Field(None, description="One of the methods that /kvjax/status names.")
     rate: float | int | None = Field(None, description="Tokens over tokens' worth of KVs kept.")
     max_cache_tokens: int | None = Field(None, description="The size itself, instead of a rate.")
+    budget_bytes: int | None = Field(None, description="The size in bytes, instead of both.")
     floor: int | None = Field(None, description="The least size that a rate leads to, in tokens.")
     protected: int | None = Field(None, description="Newest tokens that are never evicted.")
     sinks: int | None = Field(None, description="Oldest tokens that are never evicted.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from kvjax.errors import UserError
 from kvjax.kernels import Encoded, paged_attention
 from tests.cache.test_merger import METHOD
 from tests.cache.test_store import SIZES, D, H, L, S, decoded, run
+from tests.kernels.devices import H200, TPU_V5E
 from tests.oracle import codecs as oracle
 
 NAMES = ("int8", "int4", "int2", "e4m3", "e5m2")
@@ -39,8 +41,7 @@ def through(name: str, rows: Any) -> np.ndarray:
     return np.asarray(coded(name)(jnp.asarray(rows)))
 
 
-@pytest.mark.parametrize("d", [4, 64, 96])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "d"), [*itertools.product(NAMES, (4, 64, 96)), ("int5", 64)])
 def test_rows_decode_to_what_the_definition_says(name, d):
     rng = np.random.default_rng(d)
     rows = rng.standard_normal((24, d)) * 10 ** rng.uniform(-6, 6, (24, 1))
@@ -122,7 +123,7 @@ def test_zeros_stay_and_what_is_not_finite_is_not_hidden(name, dtype):
     assert not np.asarray(codec.decode(empty), np.float32).any()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "k5v4"])
 def test_a_cache_of_codes_is_that_of_the_rows_they_decode_to(name):
     """Written, moved, compressed and attended to, with the metric."""
     q = jnp.asarray(np.random.default_rng(8).standard_normal((S, 2 * H, D)), jnp.float32)
@@ -160,7 +161,7 @@ def stored_rows(cache: kv.PagedCache) -> dict[tuple[int, int, int, int], bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "k8v4"])
 def test_moves_files_and_copies_keep_every_byte(name):
     *_, before, after = run(codec_of(name))
     old, new = stored_rows(before), stored_rows(after)
@@ -225,25 +226,37 @@ def cache_like(cache, k, v, metric):
 
 @pytest.mark.parametrize(
     ("name", "kv_bytes", "fewer"),
-    [("int8", 132, 1.9), ("e4m3", 132, 1.9), ("int4", 68, 3.7), ("int2", 36, 7.1)],
+    [
+        ("int8", 132, 1.9),
+        ("e4m3", 132, 1.9),
+        ("int4", 68, 3.7),
+        ("int2", 36, 7.1),
+        ("k8v4", 100, 2.5),
+        ("k5v4", 76, 3.3),
+    ],
 )
 def test_bytes_beside_bfloat16(name, kv_bytes, fewer):
     spec = CacheSpec(L, H, 64, codec_of(name, "bfloat16"))
     plain = CacheSpec(L, H, 64, codec_of("bfloat16", "bfloat16"))
+    assert spec.codec.name == name
     assert spec.kv_bytes == kv_bytes
     assert fewer < plain.kv_bytes / kv_bytes < fewer + 0.1
 
 
-def test_where_kernels_read_no_codes_it_is_said(monkeypatch, caplog):
-    caches = [kv.init_cache(**SIZES, codec=codec_of(name)) for name in ("int4", "float32")]
-    for backend, said in (("cpu", 0), ("gpu", 1)):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        for cache in caches:
-            tell_of_codes(cache)
-        assert len(caplog.messages) == said
-    assert caplog.messages == [
-        "keys and values in int4: the gpu kernels read no codes, decode attention runs through XLA"
-    ]
+def test_where_kernels_read_no_codes_it_is_said(caplog):
+    sizes = {**SIZES, "head_dim": 64, "block_size": 8}
+    caches = [kv.init_cache(**sizes, codec=codec_of(n)) for n in ("int2", "int8", "float32")]
+    for cache in caches:
+        tell_of_codes(cache, 3)
+    assert not caplog.messages
+    for where in (H200, TPU_V5E):
+        caplog.clear()
+        with jax.sharding.use_abstract_mesh(where):
+            for cache in caches:
+                tell_of_codes(cache, 3)
+        (said,) = caplog.messages
+        assert said.startswith("keys and values in int2: decode attention is xla: mosaic_gpu does")
+        assert "does not serve int2 pools, served are int8" in said
 
 
 def test_what_cannot_be_packed_is_refused_in_one_line():

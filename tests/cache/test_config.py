@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvjax.cache import CompressionConfig
+from kvjax.cache import CompressionConfig, as_codec
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.methods.adakv import Ada
 from kvjax.cache.methods.h2o import Accumulated
@@ -23,6 +23,7 @@ from kvjax.cache.methods.shared_reads import SharedReads
 from kvjax.cache.methods.snapkv import SnapKV
 from kvjax.cache.policy import ByLayer, Global, Method, Selector
 from kvjax.cache.policy.allocate import CheapestBlocks, WeightedLayers
+from kvjax.cache.store import CacheSpec
 from kvjax.errors import UserError
 from tests import oracle
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_signatures")
 
 WHOLE = {
     "max_cache_tokens": (1, 2**31 - 1),
+    "budget_bytes": (1, 2**50),
     "floor": (1, 2**31 - 1),
     "window": (1, 4096),
     "protected": (0, 2**31 - 1),
@@ -78,6 +80,8 @@ def test_flags_and_names_have_their_type():
             made(method=bad)
     with pytest.raises(UserError, match="give one of them"):
         CompressionConfig(rate=2, max_cache_tokens=100)
+    with pytest.raises(UserError, match=r"^max_cache_tokens 100 and budget_bytes 9: "):
+        CompressionConfig(budget_bytes=9, max_cache_tokens=100)
 
 
 def test_numbers_that_are_like_plain_ones_become_those():
@@ -135,6 +139,27 @@ def test_the_floor_is_told():
     assert CompressionConfig(rate=8).reached_rate(8000, 16) == 8000 / 992
     assert CompressionConfig(max_cache_tokens=100).reached_rate(1000, 16) == 1000 / 112
     assert CompressionConfig(rate=8).reached_rate(100, 16) == 1
+
+
+@pytest.mark.parametrize(("dtype", "kv_bytes"), [("int4", 68), ("int8", 132), ("bfloat16", 256)])
+def test_bytes_become_tokens_of_what_is_stored(dtype, kv_bytes):
+    spec = CacheSpec(3, 2, 64, as_codec(dtype, "float32"), 16)
+    # A block of each head, with the metric and the position of each KV.
+    least = 3 * 2 * 16 * (kv_bytes + 8)
+    for blocks in (1, 5):
+        for further in (0, least - 1):
+            asked = CompressionConfig(budget_bytes=blocks * least + further, protected=0)
+            assert asked.sized
+            given = asked.in_tokens(spec)
+            assert (given.max_cache_tokens, given.budget_bytes) == (16 * blocks, None)
+            assert given.cap(1000, 16) == 16 * blocks
+            with pytest.raises(ValueError, match="in_tokens"):
+                asked.cap(1000, 16)
+    said = f"^budget_bytes {least - 1}: a block of 16 KVs in {dtype} for each of 6 heads takes"
+    with pytest.raises(UserError, match=f"{said} {least}; give that or more$"):
+        CompressionConfig(budget_bytes=least - 1).in_tokens(spec)
+    rate = CompressionConfig(rate=2)
+    assert rate.in_tokens(spec) is rate
 
 
 def test_a_cap_below_what_is_protected_is_refused():

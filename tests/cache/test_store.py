@@ -71,11 +71,15 @@ def run(codec: Codec, rounded: Codec | None = None) -> Iterator[kv.PagedCache]:
     rng = np.random.default_rng(7)
 
     def rows(*shape):
-        x = rng.standard_normal(shape).astype(np.float32)
-        return jnp.asarray(x) if rounded is None else rounded.decode(rounded.encode(jnp.asarray(x)))
+        """Of keys and of values."""
+        pair = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2)]
+        if rounded is None:
+            return pair
+        codecs = rounded.of_keys, rounded.of_values
+        return [one.decode(one.encode(x)) for one, x in zip(codecs, pair, strict=True)]
 
     cache = kv.init_cache(**SIZES, codec=codec)
-    k, v = rows(L, T, H, D), rows(L, T, H, D)
+    k, v = rows(L, T, H, D)
     metric = jnp.asarray(rng.random((L, H, T)).astype(np.float32))
     cache, _, ok = jax.jit(kv.write_survivors)(cache, 0, k, v, metric, T, 12)
     assert ok
@@ -85,7 +89,7 @@ def run(codec: Codec, rounded: Codec | None = None) -> Iterator[kv.PagedCache]:
     yield cache
     append = jax.jit(kv.append)
     for _ in range(3):
-        cache, ok = append(cache, rows(L, S, H, D), rows(L, S, H, D), jnp.ones(S, bool))
+        cache, ok = append(cache, *rows(L, S, H, D), jnp.ones(S, bool))
         assert ok
     yield cache
     slots, keep = jnp.arange(2, dtype=jnp.int32), jnp.asarray([9, 10], jnp.int32)
@@ -170,6 +174,19 @@ def test_the_memory_plan_is_what_the_engine_holds(tiny_params, cache_dtype):  # 
     assert llm.plan.pool + llm.plan.tables == held
     assert llm.worker.cache.state
     assert llm.plan.spec == llm.worker.cache.spec
+
+
+def test_a_budget_in_bytes_is_what_the_blocks_take(tiny_params):  # noqa: F811
+    asked = kv.CompressionConfig("streaming-llm", budget_bytes=9000, protected=4, sinks=2)
+    llm = engine(tiny_params, cache_dtype="int4", compression=asked)
+    least = llm.plan.heads * llm.plan.spec.block_bytes
+    for request, size in ((None, 9000), (dataclasses.replace(asked, budget_bytes=5000), 5000)):
+        (queued,) = llm.like([60], False, request)
+        assert queued.budget is not None
+        assert size - least < queued.budget * llm.plan.spec.block_bytes <= size
+    asked = dataclasses.replace(asked, budget_bytes=least, protected=90)
+    with pytest.raises(UserError, match="a cache of 4 tokens is smaller than the 92 tokens that"):
+        llm.add_request(prompts_of(80)[0], greedy(4), asked)
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,17 @@ SIZES = {"max_batch": 4, "max_len": 256, "block_size": 4, "decode_steps_per_sync
 SIZES |= {"prefill_chunk": 32, "prefill_scratch": 128, "pool_tokens": ROOMY}
 
 
-def make_llm(params, compression=FULL, pool_tokens=ROOMY, clock=time.perf_counter, **config) -> LLM:
+def make_llm(
+    params,
+    compression=FULL,
+    pool_tokens=ROOMY,
+    clock=time.perf_counter,
+    cache_dtype=None,
+    **config,
+) -> LLM:
     model = LoadedModel(TINY, params, tiny_tokenizer(), "random weights")
-    return LLM(
-        model,
-        compression,
-        EngineConfig(**{**SIZES, "pool_tokens": pool_tokens, **config}),
-        clock=clock,
-    )
+    sizes = EngineConfig(**{**SIZES, "pool_tokens": pool_tokens, **config})
+    return LLM(model, compression, sizes, cache_dtype=cache_dtype, clock=clock)
 
 
 def prompts_of(*lengths: int) -> list[np.ndarray]:

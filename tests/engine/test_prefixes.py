@@ -234,14 +234,16 @@ def test_the_longest_is_found_and_the_oldest_goes():
     assert prefixes.find("a", tokens) is short
 
 
-@pytest.mark.parametrize("compression", [FULL, NORMS], ids=["whole", "compressed"])
-def test_a_prefix_in_a_file(tiny_params, tmp_path, compression):
+@pytest.mark.parametrize(
+    ("compression", "dtype"), [(FULL, "int4"), (NORMS, None)], ids=["whole", "compressed"]
+)
+def test_a_prefix_in_a_file(tiny_params, tmp_path, compression, dtype):
     """Another engine goes on from the file as this one does from its cache."""
     path = tmp_path / "document.safetensors"
-    llm = make_llm(tiny_params, compression, **SHARED)
+    llm = make_llm(tiny_params, compression, cache_dtype=dtype, **SHARED)
     assert llm.save_prefix(path, DOCUMENT) == llm.retain(DOCUMENT) == 70
     wanted = tokens_of(llm.generate([asked(QUESTIONS[0]), DOCUMENT], greedy()))
-    other = make_llm(tiny_params, compression, **SHARED)
+    other = make_llm(tiny_params, compression, cache_dtype=dtype, **SHARED)
     assert other.load_prefix(path) == other.load_prefix(path) == 70
     outputs = other.generate([asked(QUESTIONS[0]), DOCUMENT], greedy())
     assert [output.stats.cached_tokens for output in outputs] == [70, 70]
@@ -264,6 +266,7 @@ def test_a_file_of_something_else_is_refused_in_one_line(tiny_params, tmp_path):
 
     refused(make_llm(tiny_params, FULL, **SHARED), "its settings is")
     refused(make_llm(tiny_params, NORMS, **SHARED | {"block_size": 8}), "its block_size is")
+    refused(make_llm(tiny_params, NORMS, cache_dtype="int4", **SHARED), "its cache_dtype is")
     refused(make_llm(tiny_params, NORMS), "nothing is shared")
     changed = jax.tree.map(lambda x: x + 1, tiny_params)
     refused(make_llm(changed, NORMS, **SHARED), "its model is")

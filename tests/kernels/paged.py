@@ -10,6 +10,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.cache import as_codec
+from kvjax.kernels import Encoded
 from kvjax.kernels.paged_attention import mosaic_gpu, reference, spec, tpu
 from tests.oracle import attend
 
@@ -50,7 +52,8 @@ def problem(
 ) -> Problem:
     """A cache with these lengths: permuted pages, free blocks and unwritten slots poisoned.
 
-    Table entries that may not be followed hold N. `spread` scales the logits.
+    Table entries that may not be followed hold N. `spread` scales the logits. With `shape.forms`
+    the pools hold codes.
     """
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths, np.int32)
@@ -73,10 +76,31 @@ def problem(
     q, k, v = (jnp.asarray(x, shape.dtype) for x in (q, *pool))
     scale = 1 / math.sqrt(d)
     touched = np.ones(seqs, bool) if observed is None else np.asarray(observed, bool)
-    out, new_metric = exact(q, k, v, table, lengths, scale, metric, power, touched)
+    if shape.forms != (None, None):
+        written = ~jnp.isnan(k[..., 0])
+        k, v = (coded(x, written, form) for x, form in zip((k, v), shape.forms, strict=True))
+    out, new_metric = exact(
+        q, rows_of(k), rows_of(v), table, lengths, scale, metric, power, touched
+    )
     arguments = (q, k, v, jnp.asarray(table), jnp.asarray(lengths))
     of = None if observed is None else jnp.asarray(touched)
     return Problem(arguments, jnp.asarray(metric), scale, out, new_metric, power, of)
+
+
+def coded(rows, written, form: str | None):
+    """A pool of the codes of some rows; where none was written, large ones times NaN."""
+    codec = as_codec(form, rows.dtype)
+    stored = codec.encode(jnp.where(written[..., None], rows, 0))
+    codes = jnp.where(written[..., None], stored["codes"], 96).astype(stored["codes"].dtype)
+    scale = jnp.where(written, stored["scale"], POISON)
+    return codec.operand({"codes": codes, "scale": scale})
+
+
+def rows_of(pool):
+    """The rows of a pool; of codes in float32, as their products are."""
+    if not isinstance(pool, Encoded):
+        return pool
+    return as_codec(pool.form, "float32").decode(pool.stored)
 
 
 def exact(q, k, v, table, lengths, scale, metric, power, touched):
@@ -102,13 +126,19 @@ def tolerance(name: str, p: Problem) -> tuple[float, float]:
     A logit is off by ε ‖q‖ ‖k‖ scale, where ε = 2^-21 covers float32 sums over d channels (products
     of 16-bit inputs are exact) and 2^-17 the two bfloat16 halves that float32 takes on Hopper; a
     weight by as much relatively, and by its rounding to the pool's type for the second product
-    (2^-9 for bfloat16, 2^-12 for float16); so is the output, of at most max |v|.
+    (2^-9 for bfloat16, 2^-12 for float16); so is the output, of at most max |v|. Codes are exact,
+    and their products with queries are, too; queries that are turned for them are rounded again.
     """
-    q, k, v = (np.nan_to_num(np.asarray(x.astype(jnp.float32))) for x in p.arguments[:3])
+    q, *pools = p.arguments[:3]
+    pools = [rows_of(pool) for pool in pools]
+    q, k, v = (np.nan_to_num(np.asarray(x.astype(jnp.float32))) for x in (q, *pools))
     dtype = str(p.arguments[1].dtype)
     halves = dtype == "float32" and name == "mosaic_gpu"
     longest = [np.linalg.norm(x, axis=-1).max() for x in (q, k)]
-    logit = 2.0 ** (-17 if halves else -21) * float(np.prod(longest)) * p.scale
+    bits = 17 if halves else 21
+    if p.shape.forms[0] == "int4" and dtype == "bfloat16":
+        bits = 9
+    logit = 2.0**-bits * float(np.prod(longest)) * p.scale
     rounding = 2.0 ** {"bfloat16": -8, "float16": -11, "float32": -16 if halves else -20}[dtype]
     return max(1.0, float(np.abs(v).max())) * (rounding + 2 * logit), 4 * logit + 1e-6
 
@@ -147,7 +177,7 @@ def assert_exact(name: str, p: Problem, with_metric: bool = True) -> None:
     allowed_out, allowed_metric = tolerance(name, p)
     got = np.asarray(out.astype(jnp.float32), np.float64)
     assert got.shape == p.out.shape
-    assert out.dtype == p.arguments[1].dtype
+    assert out.dtype in (p.arguments[1].dtype, jnp.float32)
     np.testing.assert_allclose(got, p.out, rtol=0, atol=allowed_out)
     if with_metric:
         np.testing.assert_allclose(np.asarray(metric), p.new_metric, rtol=0, atol=allowed_metric)

@@ -42,12 +42,32 @@ CASES = {
     "r=16": (RAGGED, shaped(group=16)),
 }
 
+CODES = {
+    "int8": (RAGGED, shaped(forms=("int8", "int8"))),
+    "int8 d=64": (RAGGED, shaped(forms=("int8", "int8"), head_dim=64)),
+    "int8 d=96": (RAGGED, shaped(forms=("int8", "int8"), head_dim=96)),
+    "int8 b=8": (RAGGED, shaped(forms=("int8", "int8"), block_size=8)),
+    "int8 b=32": (RAGGED, shaped(forms=("int8", "int8"), block_size=32)),
+    "int8 b=64 r=16": (RAGGED, shaped(forms=("int8", "int8"), block_size=64, group=16)),
+    "int8 float32": (RAGGED, shaped(forms=("int8", "int8"), dtype="float32")),
+    "int8 long": ([[0, 0], [0, 700]], shaped(forms=("int8", "int8"))),
+    "int4": (RAGGED, shaped(forms=("int4", "int4"))),
+    "int8 int4 d=64": (RAGGED, shaped(forms=("int8", "int4"), head_dim=64)),
+    "e4m3": (RAGGED, shaped(forms=("e4m3", "e4m3"))),
+    "e4m3 float32": (RAGGED, shaped(forms=("e4m3", "e4m3"), dtype="float32")),
+    "e5m2 d=64": (RAGGED, shaped(forms=("e5m2", "e5m2"), head_dim=64)),
+}
+CASES |= CODES
+
 BY_DEFAULT = {
     "xla": set(CASES),
-    "tpu": set(CASES),
-    "tpu_checked": {"ragged", "one long head", "b=8", "float32"},
-    "mosaic_gpu": {"ragged", "all empty", "one long head", "d=80", "float32", "b=64", "r=16"},
-}
+    "tpu": set(CASES) - set(CODES) | {"int8", "e5m2 d=64"},
+    "tpu_checked": {"ragged", "one long head", "b=8", "float32", "int8 b=8"},
+    "mosaic_gpu": {
+        "ragged", "all empty", "one long head", "d=80", "float32", "b=64", "r=16",
+        "int8", "int8 int4 d=64", "e5m2 d=64",
+    },
+}  # fmt: skip
 """The interpreter of Hopper kernels takes seconds per case: the rest runs with `-m slow`."""
 
 MATRIX = [
@@ -59,7 +79,7 @@ MATRIX = [
     )
     for name in IMPLEMENTATIONS
     for case in CASES
-    if not (name.startswith("tpu") and case == "float16")
+    if not (name.startswith("tpu") and (case == "float16" or "int4" in case))
 ]
 
 

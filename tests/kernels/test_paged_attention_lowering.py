@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kernels import cases
 from kvjax.kernels import explain, paged_attention
 from kvjax.kernels.paged_attention import spec
 from tests.kernels.devices import H200, TPU_V5E, TPU_V6E
@@ -32,7 +33,8 @@ def lowered(shape: spec.Shape, platform: str, with_metric: bool) -> str:
             q, k, v, table, lengths, metric=metric, return_metric=with_metric
         )  # fmt: skip
 
-    traced = jax.jit(call).trace(*shape.arguments())
+    arguments = shape.arguments() if shape.forms == (None, None) else cases.coded(shape)
+    traced = jax.jit(call).trace(*arguments)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -43,6 +45,40 @@ def test_lowers_for_h200(family: str) -> None:
         assert explain(paged_attention, *shape.arguments(metric=False)) == "mosaic_gpu"
         text = lowered(shape, "cuda", with_metric=True)
     assert_two_kernels(text)
+
+
+@pytest.mark.parametrize("name", cases.CODES)
+def test_codes_lower(name: str) -> None:
+    """No array of rows is made of a pool: the kernels take codes and scales as they are stored."""
+    shape = cases.CODES[name]
+    rows = f"{shape.blocks}x{shape.block_size}x{shape.head_dim}x"
+    for device, platform, kernel in ((H200, "cuda", "mosaic_gpu"), (TPU_V5E, "tpu", "tpu: mos")):
+        with jax.sharding.use_abstract_mesh(device):
+            said = explain(paged_attention, *cases.coded(shape, metric=False))
+            if platform == "tpu" and "int4" in shape.forms:
+                assert "tpu does not serve int4 pools" in said
+                continue
+            text = lowered(shape, platform, with_metric=True)
+        assert said.startswith(kernel)
+        assert not any(rows + kind in text for kind in ("bf16", "f16", "f32"))
+
+
+@pytest.mark.parametrize(
+    ("forms", "d", "said"),
+    [
+        (("int8", "int8"), 80, "codes of head dimension 80"),
+        (("int4", "int4"), 96, "codes of head dimension 96"),
+        (("e4m3", "int8"), 64, "e4m3 keys with int8 values"),
+        (("int8", None), 64, "codes of either keys or values alone"),
+        (("int8", "int2"), 64, "int2 pools, served are int8"),
+        (("int5", "int4"), 64, "int5 pools, served are int8"),
+    ],
+)
+def test_why_no_kernel_reads_codes_is_said(forms, d: int, said: str) -> None:
+    shape = spec.Shape(4, 2, 4, d, 97, 16, 12, "bfloat16", forms)
+    with jax.sharding.use_abstract_mesh(H200):
+        why = explain(paged_attention, *cases.coded(shape, metric=False))
+    assert why.startswith(f"xla: mosaic_gpu does not serve {said}")
 
 
 def test_lowers_for_h200_with_two_halves_of_many_query_heads() -> None:

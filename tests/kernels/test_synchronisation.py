@@ -79,17 +79,17 @@ PAGES = 16
 @pytest.mark.parametrize("family", ["llama-3.1-8b", "float32 d=96"])
 @pytest.mark.parametrize("with_metric", [True, False])
 def test_paged_attention(family: str, with_metric: bool) -> None:
-    """Zeros of empty heads go out before the first tile is awaited. In float32, halves are split
-    and committed, and those of a query copied one by one; 96 channels are written in two copies
-    that overlap: the second waits for the first."""
+    """Zeros of empty heads go out before the first tile is awaited. In float32, warps meet, halves
+    are split and committed, and those of a query copied one by one; 96 channels are written in two
+    copies that overlap: the second waits for the first."""
     wide = "96" in family
     twice = " out drain" if wide else ""
     logits = "drain commit out" if with_metric else "commit"
     empty = "commit out drain out" if wide else "commit out"
     head = f"{empty} wait2 {logits} wait commit arrive2 drain commit out drain{twice} {COPY}"
     if wide:
-        head = head.replace("wait2 drain", "wait2 commit drain").replace(
-            "wait2 commit wait", "wait2 commit2 wait"
+        head = head.replace("wait2 drain", "wait2 commit2 drain").replace(
+            "wait2 commit wait", "wait2 commit3 wait"
         )
         head = head.replace("wait in wait", "wait in2 wait")
     finish = f"commit out drain{twice}"

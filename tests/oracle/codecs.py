@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-SHARES = {4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.7, 0.55)}
+SHARES = {5: (1.0, 0.92), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.7, 0.55)}
 
 
 def scale_for(value: float) -> float:

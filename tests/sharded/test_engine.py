@@ -54,18 +54,18 @@ def on_one() -> dict:
 
 
 CASES = [
-    (2, "kv-compress", True, None),
-    (4, "kv-compress", False, None),
-    (2, CALIBRATED, True, None),
-    (2, "key-norm", False, "int8"),
+    (2, "kv-compress", True, {}),
+    (4, "kv-compress", False, {}),
+    (2, CALIBRATED, True, {}),
+    (2, "key-norm", False, {"weight_dtype": "int8", "cache_dtype": "int4"}),
 ]
 """Layers are stacked, or taken one by one as CPUs do; methods with calibrated arrays and what stays
-changed; weights of few bits."""
+changed; weights, keys and values of few bits."""
 
 
-@pytest.mark.parametrize(("devices", "method", "stacked", "weight_dtype"), CASES)
-def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, weight_dtype, on_one):
-    settings: dict[str, Any] = {"compress_every": 4, "weight_dtype": weight_dtype, "protected": 4}
+@pytest.mark.parametrize(("devices", "method", "stacked", "dtypes"), CASES)
+def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, dtypes, on_one):
+    settings: dict[str, Any] = {"compress_every": 4, "protected": 4, **dtypes}
     if method not in on_one:
         on_one[method] = _answers(1, method, **settings)
     found = _answers(devices, method, stacked, **settings)

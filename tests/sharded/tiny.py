@@ -63,9 +63,11 @@ def engine_of(
     method: str,
     stacked: bool = True,
     weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
     **settings,
 ) -> LLM:
     config = dataclasses.replace(SIZES, tensor_parallel=devices)
     calibration = made_calibration() if as_method(method).calibrated else "none"
     settled = engine_settings(method, **settings)
-    return LLM(model_of(stacked, weight_dtype), settled, config, calibration=calibration)
+    model = model_of(stacked, weight_dtype)
+    return LLM(model, settled, config, cache_dtype=cache_dtype, calibration=calibration)

@@ -26,6 +26,24 @@ class Codec:
         """What reports call it."""
         return type(self).__name__.lower()
 
+    @property
+    def of_keys(self) -> "Codec":
+        """What stores keys."""
+        return self
+
+    @property
+    def of_values(self) -> "Codec":
+        """What stores values."""
+        return self
+
+    def decoding_to(self, dtype: str) -> "Codec":
+        """The same with rows of another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    def kv_bytes(self, head_dim: int) -> int:
+        """Bytes that are stored of one KV."""
+        return self.of_keys.row_bytes(head_dim) + self.of_values.row_bytes(head_dim)
+
     def check(self, head_dim: int) -> None:
         """Refuse a head dimension whose rows cannot be stored.
 
@@ -57,6 +75,40 @@ class Codec:
         """Bytes that are stored of one key or value."""
         leaves = jax.tree.leaves(self.stored_shapes(1, head_dim))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair(Codec):
+    """Keys by one codec and values by another: errors of keys are exponents of attention.
+
+    Source: DiffKV (2024), section 4.1 (keys of 8 bits and values of 4).
+    """
+
+    keys: Codec = Codec()
+    values: Codec = Codec()
+
+    @property
+    def name(self) -> str:
+        """The bits of both where they are whole numbers, as "k8v4"."""
+        names = self.keys.name, self.values.name
+        if all(name.startswith("int") for name in names):
+            return "k{}v{}".format(*(name.removeprefix("int") for name in names))
+        return "{} and {}".format(*names)
+
+    @property
+    def of_keys(self) -> Codec:
+        return self.keys
+
+    @property
+    def of_values(self) -> Codec:
+        return self.values
+
+    def decoding_to(self, dtype: str) -> "Pair":
+        return Pair(dtype, self.keys.decoding_to(dtype), self.values.decoding_to(dtype))
+
+    def check(self, head_dim: int) -> None:
+        self.keys.check(head_dim)
+        self.values.check(head_dim)
 
 
 @dataclasses.dataclass(frozen=True)

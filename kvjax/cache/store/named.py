@@ -1,12 +1,11 @@
 """Codecs by the names that options have for them."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.store.codec import Codec, Plain, Rounded
+from kvjax.cache.store.codec import Codec, Pair, Plain, Rounded
 from kvjax.cache.store.scaled import Floats, Integers
 from kvjax.checks import shown
 from kvjax.errors import UserError
@@ -14,7 +13,16 @@ from kvjax.kernels.paged_attention.spec import DTYPES
 
 SCALED: Mapping[str, Codec] = {
     codec.name: codec
-    for codec in (Integers(), Integers(bits=4), Integers(bits=2), Floats(), Floats(kind="e5m2"))
+    for codec in (
+        Integers(),
+        Integers(bits=5),
+        Integers(bits=4),
+        Integers(bits=2),
+        Floats(),
+        Floats(kind="e5m2"),
+        Pair(keys=Integers(), values=Integers(bits=4)),
+        Pair(keys=Integers(bits=5), values=Integers(bits=4)),
+    )
 }
 """Those with a scale per row."""
 
@@ -33,7 +41,7 @@ def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DT
     if isinstance(asked, str):
         asked = SCALED.get(asked, asked)
     if isinstance(asked, Codec):
-        return dataclasses.replace(asked, dtype=dtype)
+        return asked.decoding_to(dtype)
     try:
         stored = dtype if asked is None else jnp.dtype(asked).name
     except TypeError:

@@ -29,16 +29,22 @@ class KVPool:
     def empty(cls, codec: Codec, num_blocks: int, block_size: int, head_dim: int) -> "KVPool":
         """A pool in which everything stored is 0."""
 
-        def zeros():
-            shapes = codec.stored_shapes(num_blocks, block_size, head_dim)
+        def zeros(one: Codec):
+            shapes = one.stored_shapes(num_blocks, block_size, head_dim)
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        return cls(zeros(), zeros(), codec)
+        return cls(zeros(codec.of_keys), zeros(codec.of_values), codec)
+
+    @property
+    def _codecs(self) -> tuple[Codec, Codec]:
+        """Those of keys and of values."""
+        return self.codec.of_keys, self.codec.of_values
 
     @property
     def operands(self) -> tuple[Any, Any]:
         """Keys and values [N, b, d] as attention takes them; indexed by blocks they give rows."""
-        return self.codec.operand(self.stored_k), self.codec.operand(self.stored_v)
+        keys, values = self._codecs
+        return keys.operand(self.stored_k), values.operand(self.stored_v)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -50,7 +56,8 @@ class KVPool:
     ) -> tuple[Float[Array, "... b d"], Float[Array, "... b d"]]:
         """Keys and values of some blocks, decoded; those of ids out of range decode zeros."""
         k, v = jax.tree.map(lambda x: gathered(x, blocks), (self.stored_k, self.stored_v))
-        return self.codec.decode(k), self.codec.decode(v)
+        keys, values = self._codecs
+        return keys.decode(k), values.decode(v)
 
     def write(
         self,
@@ -74,19 +81,19 @@ class KVPool:
         stored = (self.stored_k, self.stored_v)
         held = jax.tree.map(lambda x: gathered(x, blocks), stored)
 
-        def rows(old: Any, new: Float[Array, "... b d"]) -> Any:
-            same = jnp.all(new == self.codec.decode(old), axis=-1)
+        def rows(codec: Codec, old: Any, new: Float[Array, "... b d"]) -> Any:
+            same = jnp.all(new == codec.decode(old), axis=-1)
 
             def chosen(kept, coded):
                 mask = same.reshape(*same.shape, *(1,) * (kept.ndim - same.ndim))
                 return jnp.where(mask, kept, coded)
 
-            return jax.tree.map(chosen, old, self.codec.encode(new))
+            return jax.tree.map(chosen, old, codec.encode(new))
 
         k, v = jax.tree.map(
             lambda pool, new: scattered(pool, (blocks,), new),
             stored,
-            tuple(rows(old, new) for old, new in zip(held, (k, v))),
+            tuple(rows(*each) for each in zip(self._codecs, held, (k, v))),
         )
         return KVPool(k, v, self.codec)
 
@@ -112,18 +119,24 @@ class KVPool:
         """With KVs copied from slots of the pool to others, as `kvjax.kernels.move_kvs` does."""
 
         def moved(k, v):
-            if k.ndim == 3:
+            if k.ndim == 3 and (k.shape, k.dtype) == (v.shape, v.dtype):
                 return move_kvs(k, v, source, target, count)
             return tuple(move_rows(x, source, target, count) for x in (k, v))
 
+        kind = jax.tree.structure(self.stored_k)
+        if kind != jax.tree.structure(self.stored_v):
+            stored = (self.stored_k, self.stored_v)
+            k, v = jax.tree.map(lambda x: move_rows(x, source, target, count), stored)
+            return KVPool(k, v, self.codec)
         pairs = jax.tree.map(moved, self.stored_k, self.stored_v)
-        k, v = jax.tree.transpose(jax.tree.structure(self.stored_k), None, pairs)
+        k, v = jax.tree.transpose(kind, None, pairs)
         return KVPool(k, v, self.codec)
 
     def _with(self, written, k, v) -> "KVPool":
         """With `written` of each array and of the encoded rows that belong there."""
         stored = (self.stored_k, self.stored_v)
-        rows = (self.codec.encode(k), self.codec.encode(v))
+        keys, values = self._codecs
+        rows = (keys.encode(k), values.encode(v))
         k, v = jax.tree.map(written, stored, rows)
         return KVPool(k, v, self.codec)
 

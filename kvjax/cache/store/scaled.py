@@ -1,4 +1,4 @@
-"""Codecs of 8, 4 and 2 bits: every row as small numbers and a scale of its own.
+"""Codecs of 8, 5, 4 and 2 bits: every row as small numbers and a scale of its own.
 
 A row follows from what is stored of it alone, so blocks can be freed, moved and shared as they are.
 Scales are bfloat16. Of 8 bits they are rounded up, and codes are those of the rounded scale, so
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, UInt8
 
 from kvjax.cache.store.codec import Codec
 from kvjax.errors import UserError
-from kvjax.kernels.encoded import Factors
+from kvjax.kernels.encoded import Codes, Factors
 
 Stored = dict[str, Array]
 """`codes` [*n, w] and `scale` [*n], bfloat16."""
@@ -26,6 +26,14 @@ Stored = dict[str, Array]
 @dataclasses.dataclass(frozen=True)
 class Scaled(Codec):
     """Rows are codes times a scale per row."""
+
+    @property
+    def form(self) -> str:
+        """What kernels call the codes."""
+        return self.name
+
+    def codes(self, stored: Stored) -> Codes:
+        return Codes(stored["codes"], stored["scale"])
 
     def factors(self, stored: Stored) -> Factors:
         return Factors(stored["codes"], stored["scale"])
@@ -66,9 +74,9 @@ class Floats(Scaled):
 
 @dataclasses.dataclass(frozen=True)
 class Integers(Scaled):
-    """Whole numbers of 8, 4 or 2 bits.
+    """Whole numbers of 8, 5, 4 or 2 bits.
 
-    Those of 8 bits are −127 … 127 times the scale. Rows of 4 and 2 bits are rotated first (a
+    Those of 8 bits are −127 … 127 times the scale. Rows of fewer bits are rotated first (a
     Hadamard matrix, as of QuaRot, section 4), which spreads what single channels have over all of
     them and leaves nothing for a zero point to do. Levels lie at ±½, ±1½, …; the outermost stands
     for the share of the row's largest entry, of a few, that leaves the least squared error. The
@@ -82,15 +90,11 @@ class Integers(Scaled):
     def name(self) -> str:
         return f"int{self.bits}"
 
-    @property
-    def _packed(self) -> int:
-        """Numbers per byte."""
-        return 8 // self.bits
-
     def check(self, head_dim: int) -> None:
-        if head_dim % self._packed:
+        packed = max(8 // width for width in PLANES[self.bits])
+        if head_dim % packed:
             raise UserError(
-                f"cache_dtype {self.name} packs {self._packed} numbers into a byte, and the head "
+                f"cache_dtype {self.name} packs {packed} numbers into a byte, and the head "
                 f"dimension is {head_dim}: give int8"
             )
 
@@ -118,7 +122,7 @@ class Integers(Scaled):
         along = jnp.sum(finite * level, axis=-1)
         scale = jnp.where(top > 0, top * jnp.sum(finite**2, axis=-1) / divisor(along), 0)
         codes = (level + ((1 << self.bits) - 1) / 2).astype(jnp.uint8)
-        return {"codes": packed(codes, self.bits), "scale": as_scale(scale, top)}
+        return {"codes": packed(codes, PLANES[self.bits]), "scale": as_scale(scale, top)}
 
     def _levels(self, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
         """The levels ±½, ±1½, … of rows whose largest entry is 1."""
@@ -137,27 +141,49 @@ class Integers(Scaled):
     def factors(self, stored: Stored) -> Factors:
         codes = stored["codes"]
         if self.bits < 8:
-            codes = unpacked(codes, self.bits).astype(jnp.float32) - ((1 << self.bits) - 1) / 2
+            codes = unpacked(codes, PLANES[self.bits]).astype(jnp.float32)
+            codes = codes - ((1 << self.bits) - 1) / 2
         return Factors(codes, stored["scale"])
 
 
-SHARES = {4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.7, 0.55)}
+SHARES = {5: (1.0, 0.92), 4: (1.0, 0.9, 0.8), 2: (1.0, 0.85, 0.7, 0.55)}
 """Of a row's largest entry: what the outermost level may stand for, by bits."""
 
 
-def packed(codes: UInt8[Array, "*n d"], bits: int) -> UInt8[Array, "*n w"]:
-    """Several codes to a byte: those of the first part of a row in its lowest bits."""
-    parts = jnp.split(codes, 8 // bits, axis=-1)
-    return functools.reduce(
-        jnp.bitwise_or, (part << np.uint8(i * bits) for i, part in enumerate(parts))
-    )
+PLANES = {8: (8,), 5: (4, 1), 4: (4,), 2: (2,)}
+"""How the bits of a code are stored, the lowest first: in planes of so many bits of each, one
+behind the other, as bytes hold whole numbers of codes of these sizes."""
 
 
-def unpacked(codes: UInt8[Array, "*n w"], bits: int) -> UInt8[Array, "*n d"]:
+def packed(codes: UInt8[Array, "*n d"], planes: tuple[int, ...]) -> UInt8[Array, "*n w"]:
+    """Several codes to a byte: of each plane those of the first part of a row in its lowest
+    bits."""
+    found, below = [], 0
+    for bits in planes:
+        parts = jnp.split((codes >> np.uint8(below)) & low_bits(bits), 8 // bits, axis=-1)
+        shifted = (part << np.uint8(i * bits) for i, part in enumerate(parts))
+        found.append(functools.reduce(jnp.bitwise_or, shifted))
+        below += bits
+    return jnp.concatenate(found, axis=-1)
+
+
+def unpacked(stored: UInt8[Array, "*n w"], planes: tuple[int, ...]) -> UInt8[Array, "*n d"]:
     """The codes in such bytes."""
-    low = np.uint8((1 << bits) - 1)
-    parts = [(codes >> np.uint8(shift)) & low for shift in range(0, 8, bits)]
-    return jnp.concatenate(parts, axis=-1)
+    whole, first, below, codes = sum(planes), 0, 0, None
+    for bits in planes:
+        width = stored.shape[-1] * bits // whole
+        plane = stored[..., first : first + width]
+        parts = [(plane >> np.uint8(shift)) & low_bits(bits) for shift in range(0, 8, bits)]
+        plane = jnp.concatenate(parts, axis=-1) << np.uint8(below)
+        codes = plane if codes is None else codes | plane
+        first, below = first + width, below + bits
+    assert codes is not None
+    return codes
+
+
+def low_bits(bits: int) -> np.uint8:
+    """Ones in so many of a byte's lowest bits."""
+    return np.uint8((1 << bits) - 1)
 
 
 @functools.lru_cache

@@ -84,7 +84,7 @@ class CacheSpec:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one KV: key and value, without what else is kept of it."""
-        return 2 * self.codec.row_bytes(self.head_dim)
+        return self.codec.kv_bytes(self.head_dim)
 
     @property
     def number_bytes(self) -> int:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
-from kvjax.kernels.encoded import Encoded
+from kvjax.kernels.encoded import Encoded, form_of
 from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.worklist import WorkList
 
@@ -171,7 +171,7 @@ def plan_paged_attention(
         block_size,
         max_blocks,
         str(k.dtype),
-        isinstance(k, Encoded),
+        (form_of(k), form_of(k)),
     )
     chosen = _choose(shape, k, None, return_metric, implementation)
     if chosen.name != "mosaic_gpu":

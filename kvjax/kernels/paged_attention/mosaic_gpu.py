@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
+from kvjax.kernels.encoded import Encoded, form_of, turned
 from kvjax.kernels.paged_attention import mosaic_gpu_finish as finishing
 from kvjax.kernels.paged_attention import worklist
 from kvjax.kernels.paged_attention.mosaic_gpu_attend import LOG2E, TILE, Config, attend
+from kvjax.kernels.paged_attention.mosaic_gpu_codes import FORMS, Form
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 from kvjax.kernels.paged_attention.worklist import WorkList
 
@@ -23,14 +25,15 @@ MAX_STAGES = 8
 
 
 def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int) -> Config:
-    """The kernel instance that serves a shape: two programs per multiprocessor, or one for
+    """The kernel instance that serves a shape: two programs per multiprocessor, or one for rows of
     float32, with as many tiles in flight as fit.
 
     Raises:
         NotImplementedError: no instance does, with the reason.
     """
-    served_shape(shape)
-    per_core = 1 if shape.dtype == "float32" else 2
+    served_shape(shape, FORMS)
+    forms = _forms(shape)
+    per_core = 1 if shape.dtype == "float32" and forms is None else 2
     draft = Config(
         dtype=jnp.dtype(shape.dtype),
         head_dim=shape.head_dim,
@@ -41,6 +44,7 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int) -> Conf
         programs=per_core * cores,
         scale=scale * LOG2E,
         keep_logits=keep_logits,
+        forms=forms,
     )
     if keep_logits and _num_tiles(shape) * TILE >= 2**31:
         raise NotImplementedError(
@@ -50,6 +54,25 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int) -> Conf
     room = SHARED_MEMORY // per_core - RESERVED - draft.shared_bytes()
     stages = 1 + room // (two.shared_bytes() - draft.shared_bytes())
     return dataclasses.replace(draft, stages=min(MAX_STAGES, stages))
+
+
+def _forms(shape: Shape) -> tuple[Form, Form] | None:
+    """How what is stored of keys and values is read; None where rows are.
+
+    Raises:
+        NotImplementedError: not at this head dimension, or not both together.
+    """
+    keys, values = shape.forms
+    if keys is None and values is None:
+        return None
+    if keys is None or values is None:
+        raise NotImplementedError("codes of either keys or values alone")
+    forms = FORMS[keys], FORMS[values]
+    if forms[0].operand != forms[1].operand:
+        raise NotImplementedError(f"{keys} keys with {values} values")
+    if shape.head_dim % (32 * max(form.packed for form in forms)):
+        raise NotImplementedError(f"codes of head dimension {shape.head_dim}")
+    return forms
 
 
 def _num_tiles(shape: Shape) -> int:
@@ -69,7 +92,7 @@ def _operands(q: Float[Array, "rows r d"], c: Config) -> Float[Array, "rows part
     """Queries padded to R per KV head, in the tensor core's type: as they are, or two halves."""
     q = jnp.pad(q, ((0, 0), (0, c.padded_group - c.group), (0, 0)))
     high = q.astype(c.operand_dtype)
-    if not c.split:
+    if not c.halves:
         return high[:, None]
     low = (q.astype(jnp.float32) - high.astype(jnp.float32)).astype(c.operand_dtype)
     return jnp.stack([high, low], axis=1)
@@ -77,8 +100,8 @@ def _operands(q: Float[Array, "rows r d"], c: Config) -> Float[Array, "rows part
 
 def paged_attention(
     q: Float[Array, "S Hr d"],
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    k: Float[Array, "N b d"] | Encoded,
+    v: Float[Array, "N b d"] | Encoded,
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     *,
@@ -91,7 +114,8 @@ def paged_attention(
 ) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
     """See `kvjax.kernels.paged_attention`; `c` comes from `config`, `work` from `build_work`.
 
-    float32 pools are computed to 16 bits of mantissa. `interpret`: an `InterpretGPUParams`.
+    float32 pools are computed to 16 bits of mantissa; the output is of the pool's type, of codes
+    float32. `interpret`: an `InterpretGPUParams`.
     """
     num_seqs, _, d = q.shape
     num_heads, max_blocks = block_table.shape[1:]
@@ -104,7 +128,10 @@ def paged_attention(
             f"and {TILE}: plan with the arguments of the call"
         )
     table = block_table.reshape(rows, max_blocks)
-    queries = _operands(q.reshape(rows, c.group, d), c)
+    queries = _operands(turned(k, q).reshape(rows, c.group, d), c)
+    pools: list[Any] = [k, v]
+    if isinstance(k, Encoded) and isinstance(v, Encoded):
+        pools = [k.codes.stored, v.codes.stored, k.codes.scale, v.codes.scale]
     call = functools.partial(
         plgpu.kernel,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -114,21 +141,23 @@ def paged_attention(
     # Log-sum-exps are read many at once, so there is room behind the last program's.
     programs = c.programs + finishing.PARTS_AT_ONCE
     results = [
-        jax.ShapeDtypeStruct((rows, c.group, d), k.dtype),
+        jax.ShapeDtypeStruct((rows, c.group, d), c.out_dtype),
         jax.ShapeDtypeStruct((2, c.programs, *channels, c.padded_group), jnp.float32),
         jax.ShapeDtypeStruct((2, programs, c.padded_group), jnp.float32),
     ]
     if c.keep_logits:
-        shape = Shape(
-            num_seqs, num_heads, c.group, d, k.shape[0], k.shape[1], max_blocks, str(k.dtype)
-        )
+        sizes = (num_seqs, num_heads, c.group, d, k.shape[0], k.shape[1], max_blocks)
+        shape = Shape(*sizes, str(k.dtype), (form_of(k), form_of(v)))
         results += [
             jax.ShapeDtypeStruct((rows, c.padded_group), jnp.float32),
             jax.ShapeDtypeStruct((c.group, _num_tiles(shape) * TILE), jnp.float32),
         ]
 
     def attend_body(*refs, **scratch):
-        attend(*refs, *(() if c.keep_logits else (None, None)), **scratch, c=c)
+        given, written = refs[: 4 + len(pools)], refs[4 + len(pools) :]
+        scales = () if len(pools) > 2 else (None, None)
+        kept = () if c.keep_logits else (None, None)
+        attend(*given, *scales, *written, *kept, **scratch, c=c)
 
     out, part, part_lse, *kept = call(
         attend_body,
@@ -139,7 +168,7 @@ def paged_attention(
         thread_name="thread",
         scratch_types=c.attend_scratch(),
         kernel_name="paged_attention",
-    )(work.heads, work.spans, table, queries, k, v)
+    )(work.heads, work.spans, table, queries, *pools)
     # Written head by head: shared ones are still missing.
     out_ref, statistic, metric_ref = jax.new_ref(out), [], None
     if metric is not None:
@@ -157,4 +186,4 @@ def paged_attention(
         kernel_name="paged_attention_finish",
     )(work.heads, work.spans, part, part_lse, out_ref, *statistic)
     metric = None if metric_ref is None else jax.freeze(metric_ref)
-    return jax.freeze(out_ref).reshape(q.shape), metric
+    return turned(v, jax.freeze(out_ref).reshape(q.shape)), metric

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.paged_attention import mosaic_gpu_codes as codes
 from kvjax.kernels.paged_attention.worklist import Head, Span
 
 LOG2E = math.log2(math.e)
@@ -38,6 +39,7 @@ class Config:
     """Static description of one kernel instance."""
 
     dtype: jnp.dtype
+    """Of rows."""
     head_dim: int
     block_size: int
     group: int
@@ -50,6 +52,8 @@ class Config:
     scale: float
     """Factor of the logits, log₂ e included."""
     keep_logits: bool
+    forms: tuple[codes.Form, codes.Form] | None = None
+    """How codes of keys and of values are read, where pools hold codes instead of rows."""
 
     @property
     def pages(self) -> int:
@@ -57,22 +61,46 @@ class Config:
         return TILE // self.block_size
 
     @property
-    def split(self) -> bool:
-        """Whether operands are split into two bfloat16 halves for the tensor core.
+    def halves(self) -> bool:
+        """Whether queries and weights are two operands of half the bits for the tensor core.
 
         Its own float32 mode rounds operands to 11 bits; the sum of two bfloat16 keeps 16.
         """
         return self.dtype == jnp.float32
 
     @property
+    def split(self) -> bool:
+        """Whether rows of the pool are two such operands, too; codes are exact in one."""
+        return self.halves and self.forms is None
+
+    @property
     def operand_dtype(self) -> jnp.dtype:
         """Type of the tensor core's operands."""
-        return jnp.dtype(jnp.bfloat16) if self.split else self.dtype
+        if self.forms is not None:
+            return jnp.dtype(self.forms[0].operand)
+        return jnp.dtype(jnp.bfloat16) if self.halves else self.dtype
 
     @property
     def parts(self) -> int:
-        """Operands per value."""
-        return 2 if self.split else 1
+        """Operands per query and weight."""
+        return 2 if self.halves else 1
+
+    @property
+    def out_dtype(self) -> jnp.dtype:
+        """Type of the output: where pools hold codes, it may still have to be turned."""
+        return self.dtype if self.forms is None else jnp.dtype(jnp.float32)
+
+    @property
+    def stored(self) -> tuple[jnp.dtype, jnp.dtype]:
+        """Types of what the pools of keys and of values hold."""
+        if self.forms is None:
+            return self.dtype, self.dtype
+        return jnp.dtype(self.forms[0].stored), jnp.dtype(self.forms[1].stored)
+
+    @property
+    def unit(self) -> float:
+        """Factor of the weights that are summed; the output is divided by it."""
+        return 1.0 if self.forms is None else self.forms[1].unit
 
     @property
     def channels(self) -> tuple[tuple[int, int], ...]:
@@ -84,13 +112,21 @@ class Config:
             return ((0, 64), (self.head_dim - 64, 64))
         return ((0, self.head_dim),)
 
-    def columns(self, dtype: jnp.dtype) -> int:
-        """Channels per tile of shared memory: the widest swizzle that divides a row."""
-        itemsize = jnp.dtype(dtype).itemsize
-        return next(n for n in (128, 64, 32) if self.head_dim * itemsize % n == 0) // itemsize
+    def columns(self, dtype: jnp.dtype, width: int | None = None) -> int:
+        """Columns per tile of shared memory: the widest swizzle that divides a row, which is of all
+        channels or of some of them."""
+        itemsize, width = jnp.dtype(dtype).itemsize, width or self.head_dim
+        return next(n for n in (128, 64, 32) if width * itemsize % n == 0) // itemsize
 
-    def _tiled(self, shape: tuple[int, ...], dtype: jnp.dtype):
-        columns = self.columns(dtype)
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Elements of a row of what the pools of keys and of values hold."""
+        forms = self.forms or (codes.ROWS, codes.ROWS)
+        return self.head_dim // forms[0].packed, self.head_dim // forms[1].packed
+
+    def _tiled(self, shape: tuple[int, ...], dtype: jnp.dtype, width: int | None = None):
+        """Shared memory in tiles for rows of `width`."""
+        columns = self.columns(dtype, width)
         transforms = (
             plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
             plgpu.SwizzleTransform(  # pyright: ignore[reportAbstractUsage]
@@ -102,25 +138,34 @@ class Config:
     def out_scratch(self):
         """Shared memory for the finished output of one head."""
         shape = (len(self.channels), self.padded_group, self.channels[0][1])
-        return plgpu.SMEM(shape, self.dtype)
+        return plgpu.SMEM(shape, self.out_dtype)
 
     def attend_scratch(self) -> dict:
         """Shared memory and barriers of `attend`."""
         r, d, stages, parts = self.padded_group, self.head_dim, self.stages, self.parts
-        operand = self.operand_dtype
+        operand, (k, v), widths = self.operand_dtype, self.stored, self.widths
+        arrivals = self.pages * (1 if self.forms is None else 3)
+        scales, at_once = dict.fromkeys(("scales_s", "flat_s")), widths
+        if self.forms is not None:
+            at_once = tuple(form.columns(n) for form, n in zip(self.forms, widths))
+            scales = codes.scratch(stages, self.block_size)
+        # A product's operands have one swizzle, and are written by so many columns of codes.
+        narrow = min(at_once)
+        converted = (2, TILE, d) if self.split else (1, TILE, d)
         return {
-            "q_s": self._tiled((2, parts, r, d), operand),
-            "k_s": self._tiled((stages, TILE, d), self.dtype),
-            "v_s": self._tiled((stages, TILE, d), self.dtype),
-            "split_s": self._tiled((parts, TILE, d), operand) if self.split else None,
-            "p_s": self._tiled((parts, r, TILE), operand),
+            "q_s": self._tiled((2, parts, r, d), operand, narrow),
+            "k_s": self._tiled((stages, TILE, widths[0]), k, at_once[0]),
+            "v_s": self._tiled((stages, TILE, widths[1]), v, at_once[1]),
+            "operand_s": self._tiled(converted, operand, narrow) if operand != k else None,
+            "p_s": self._tiled((parts, r, TILE), operand, narrow),
             "out_s": self.out_scratch(),
             "logits_s": plgpu.SMEM((2, r, TILE), jnp.float32) if self.keep_logits else None,
             "q_full": plgpu.Barrier(num_arrivals=parts, num_barriers=2),
             "q_free": plgpu.Barrier(num_barriers=2),
-            "k_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
+            "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             "v_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
             "free": plgpu.Barrier(num_barriers=stages),
+            **scales,
         }
 
     def shared_bytes(self) -> int:
@@ -162,7 +207,7 @@ def _product(shape, pairs):
 
 def _pairs(a, b, c: Config):
     """Parts of two operands whose products count: low · low does not."""
-    used = [(0, 0), (0, 1), (1, 0)] if c.split else [(0, 0)]
+    used = [(0, 0), (0, 1), (1, 0)][: 1 + c.halves + c.split]
     return [(a(i), b(j)) for i, j in used]
 
 
@@ -170,7 +215,7 @@ def _store_parts(ref, value, c: Config):
     """Store a float32 value as tensor core operands: rounded, or as two halves."""
     high = value.astype(c.operand_dtype)
     ref[0] = high
-    if c.split:
+    if c.halves:
         ref[1] = (value - high.astype(jnp.float32)).astype(c.operand_dtype)
 
 
@@ -181,6 +226,8 @@ def attend(
     q,  # [rows, parts, R, d]
     k,  # [N, b, d]
     v,  # [N, b, d]
+    k_scale,  # [N, b] bf16, or None
+    v_scale,  # [N, b] bf16, or None
     out,  # [rows, r, d], of heads that no other program shares
     part,  # [2, P, ranges, channels, R] f32, of shared heads: what came before p, what begins there
     part_lse,  # [2, P + …, R] f32, the same
@@ -190,7 +237,7 @@ def attend(
     q_s,  # [2, parts, R, d]
     k_s,  # [stages, tile, d]
     v_s,  # [stages, tile, d]
-    split_s,  # [parts, tile, d], or None
+    operand_s,  # [parts, tile, d], or None
     p_s,  # [parts, R, tile]
     out_s,  # [ranges, R, channels]
     logits_s,  # [2, R, tile] f32, or None
@@ -199,6 +246,8 @@ def attend(
     k_full,
     v_full,
     free,
+    scales_s,  # [stages, 2 pages, 64] bf16, or None
+    flat_s,  # [2 tile] f32, or None
     c: Config,
 ):
     """Attention of one stretch of the work list; see the module."""
@@ -217,11 +266,14 @@ def attend(
             page = table[row, page_index]
             plgpu.copy_gmem_to_smem(k.at[page], k_s.at[slot, inside], k_full.at[slot])
             plgpu.copy_gmem_to_smem(v.at[page], v_s.at[slot, inside], v_full.at[slot])
+            if scales_s is not None:
+                codes.copy_scales(page, slot, j, k_scale, v_scale, scales_s, k_full.at[slot])
 
         # The barriers count pages, so one beyond the head's end arrives without a copy.
         @pl.when(token >= length)
         def _skip():
-            plgpu.barrier_arrive(k_full.at[slot])
+            for _ in range(1 if scales_s is None else 3):
+                plgpu.barrier_arrive(k_full.at[slot])
             plgpu.barrier_arrive(v_full.at[slot])
 
     def copy_tile(t, step, *, head, warp):
@@ -266,25 +318,35 @@ def attend(
     # The other computes.
 
     def split(tile, end):
-        """Write both halves of a float32 tile to `split_s`, a few columns at a time."""
+        """Write both halves of a float32 tile to `operand_s`, a few columns at a time."""
         count = c.columns(c.operand_dtype)
         for first in range(0, c.head_dim, count):
             columns = (slice(None), pl.ds(first, count))
             value = plgpu.load(tile.at[columns], layout=WGMMA)
-            _store_parts(split_s.at[:, *columns], _before(value, end), c)
+            _store_parts(operand_s.at[:, *columns], _before(value, end), c)
         plgpu.commit_smem()
 
     def keys(slot):
-        if not c.split:
+        if c.forms is not None:
+            codes.convert(k_s.at[slot], operand_s.at[0], c.forms[0])
+            plgpu.commit_smem()
+        elif c.split:
+            # Another warp may still multiply by the values of the tile before.
+            plgpu.commit_smem()
+            split(k_s.at[slot], TILE)
+        else:
             return lambda _: k_s.at[slot]
-        split(k_s.at[slot], TILE)
-        return lambda part: split_s.at[part]
+        return lambda part: operand_s.at[part]
 
     def values(slot, end):
         """Weight 0 does not silence a NaN, so what lies beyond a head's end is set to zero."""
+        if c.forms is not None:
+            codes.convert(v_s.at[slot], operand_s.at[0], c.forms[1], end)
+            plgpu.commit_smem()
+            return lambda part: operand_s.at[part]
         if c.split:
             split(v_s.at[slot], end)
-            return lambda part: split_s.at[part]
+            return lambda part: operand_s.at[part]
 
         @pl.when(end < TILE)
         def _clear():
@@ -300,13 +362,19 @@ def attend(
 
         plgpu.barrier_wait(k_full.at[slot])
         queries = lambda i: q_s.at[q_slot, i].transpose((1, 0))  # noqa: E731
+        if flat_s is not None:
+            # First, because warps meet there: one may still multiply by the tile before.
+            of_keys, of_values = codes.tile_scales(scales_s.at[slot], flat_s)
         s = _product((TILE, c.padded_group), _pairs(keys(slot), queries, c)) * c.scale
+        if flat_s is not None:
+            s = codes.times(s, of_keys)
         s = jnp.where(row_iota(s.shape) < end, s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=0))
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - repeat(new_top, s))
         total = total * repeat(decay, s) + p
-        _store_parts(p_s.transpose((0, 2, 1)), p, c)
+        weighted = p if flat_s is None else _before(codes.times(p, of_values * c.unit), end)
+        _store_parts(p_s.transpose((0, 2, 1)), weighted, c)
         if logits is not None:
             mine = logits_s.at[lax.rem(step, 2)]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -344,7 +412,7 @@ def attend(
         )
         plgpu.barrier_arrive(q_free.at[q_slot])
         weight = total.sum(axis=0)
-        accs = [acc / repeat(weight, acc) for acc in accs]
+        accs = [acc / repeat(weight * c.unit, acc) for acc in accs]
         head_lse = top + jnp.log(weight) * LOG2E
         whole = jnp.logical_and(head.begin == 0, head.end == head.tiles)
 
@@ -391,7 +459,7 @@ def attend(
 def store_out(accs, out_s, c: Config):
     """Put a head's output, [channels, R] of each range, where copies read it."""
     for n, acc in enumerate(accs):
-        out_s.at[n].transpose((1, 0))[...] = plgpu.layout_cast(acc, TRANSPOSED).astype(c.dtype)
+        out_s.at[n].transpose((1, 0))[...] = plgpu.layout_cast(acc, TRANSPOSED).astype(c.out_dtype)
     plgpu.commit_smem()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Collection
 
 import jax
 import jax.core
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.kernels.checks import wanted
-from kvjax.kernels.encoded import Encoded
+from kvjax.kernels.encoded import form_of
 
 HEAD_DIMS = (64, 80, 96, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -32,8 +33,9 @@ class Shape:
     block_size: int
     max_blocks: int
     dtype: str = "bfloat16"
-    encoded: bool = False
-    """Whether the pools are no arrays."""
+    """Of the rows of keys and values."""
+    forms: tuple[str | None, str | None] = (None, None)
+    """What is stored of keys and of values, None for rows as they are (`kvjax.kernels.encoded`)."""
 
     @property
     def rows(self) -> int:
@@ -111,7 +113,7 @@ def checked(q, k, v, block_table, context_len, metric) -> Shape:
             raise wanted("metric shape", list(metric.shape), [blocks, block_size])
         if metric.dtype != jnp.float32:
             raise wanted("metric dtype", metric.dtype, "float32")
-    group, kind = q.shape[1] // heads, (str(k.dtype), isinstance(k, Encoded))
+    group, kind = q.shape[1] // heads, (str(k.dtype), (form_of(k), form_of(v)))
     return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, *kind)
 
 
@@ -155,8 +157,8 @@ def debugging() -> bool:
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
-def served_shape(shape: Shape) -> None:
-    """What both device kernels ask of a shape.
+def served_shape(shape: Shape, forms: Collection[str]) -> None:
+    """What both device kernels ask of a shape; `forms` are those of codes that they read.
 
     Raises:
         NotImplementedError: the kernels do not serve it, with the reason.
@@ -171,7 +173,8 @@ def served_shape(shape: Shape) -> None:
         raise NotImplementedError(
             f"{shape.group} query heads per KV head, served are 1 to {MAX_GROUP}"
         )
-    if shape.encoded:
-        raise NotImplementedError("encoded pools")
+    for form in shape.forms:
+        if form is not None and form not in forms:
+            raise NotImplementedError(f"{form} pools, served are {', '.join(forms)}")
     if shape.rows == 0 or shape.blocks == 0 or shape.max_blocks == 0:
         raise NotImplementedError("an empty batch, pool or table")

@@ -4,6 +4,9 @@ One grid step per (sequence, KV head), in order, on one core. Pages are fetched 
 ahead: the next chunk of this head, or the first of the next head, streams in while the matrix unit
 works. With the statistic on, a head's logits stay in vector memory until its normaliser is known;
 then Σ p² is added to the pages of the metric in place.
+
+Codes are fetched as they are stored, with their scales, and become numbers in vector registers. The
+scale of a key multiplies its logit, that of a value its weight.
 """
 
 import dataclasses
@@ -16,15 +19,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
+from kvjax.kernels.encoded import Encoded, turned
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 
 CHUNK = 256
 """KVs fetched and computed at once."""
 SUBLANES = 8
+FORMS = ("int8", "e4m3", "e5m2")
+"""Of codes that the kernel reads."""
 FREE_VECTOR_MEMORY = 12 << 20
 """Bytes of vector memory that need not be asked for."""
 MAX_VECTOR_MEMORY = 64 << 20
 MAX_SCALAR_MEMORY = 512 << 10
+MAYBE = ("k_scale_s", "v_scale_s", "logits_s", "squares_s", "updated")
+"""Scratch that not every instance has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +50,9 @@ def config(shape: Shape, *, scale: float, keep_logits: bool) -> Config:
     Raises:
         NotImplementedError: none does, with the reason.
     """
-    served_shape(shape)
+    served_shape(shape, FORMS)
+    if (shape.forms[0] is None) != (shape.forms[1] is None):
+        raise NotImplementedError("codes of either keys or values alone")
     if shape.dtype == "float16":
         raise NotImplementedError("float16, which TPUs have no vector type for")
     table_bytes = 4 * 4 * shape.max_blocks
@@ -70,6 +80,8 @@ def _attend(
     q,  # [R, d]
     k,  # [N, b, d] in HBM
     v,  # [N, b, d] in HBM
+    k_scale,  # [N, 1, b] in HBM, or None
+    v_scale,  # [N, 1, b] in HBM, or None
     out,  # [R, d]
     metric,  # [N, 1, b] f32 in HBM, in place, or None
     *,
@@ -77,6 +89,8 @@ def _attend(
     v_s,  # [2, pages, b, d]
     fetched,  # semaphores [buffer, k or v]
     turn,  # [1] i32, buffer of this head's first chunk
+    k_scale_s,  # [2, pages, 1, b], or None
+    v_scale_s,  # [2, pages, 1, b], or None
     logits_s,  # [chunks, R, CHUNK] f32, or None
     squares_s,  # [pages, 1, b] f32, or None
     updated,  # semaphore, or None
@@ -94,10 +108,23 @@ def _attend(
 
     def page_copies(head_table, chunk, slot, j):
         page = head_table[0, 0, chunk * pages + j]
-        return (
-            pltpu.make_async_copy(k.at[page], k_s.at[slot, j], fetched.at[slot, 0]),
-            pltpu.make_async_copy(v.at[page], v_s.at[slot, j], fetched.at[slot, 1]),
-        )
+        pairs = [(k, k_s), (v, v_s)]
+        if k_scale is not None:
+            pairs += [(k_scale, k_scale_s), (v_scale, v_scale_s)]
+        return [
+            pltpu.make_async_copy(there.at[page], here.at[slot, j], fetched.at[slot, n % 2])
+            for n, (there, here) in enumerate(pairs)
+        ]
+
+    def numbers(pages_of):
+        """A chunk of keys or values; codes without their scales, in the type of the queries."""
+        chunk = pages_of.reshape(CHUNK, d)
+        return chunk if k_scale is None else chunk.astype(q.dtype)
+
+    def tile_scales(scales_s, slot):
+        """The scales of a chunk, [1, CHUNK] f32."""
+        of_pages = [scales_s[slot, j].astype(jnp.float32) for j in range(pages)]
+        return jnp.concatenate(of_pages, axis=1)
 
     def fetch(head_table, length, chunk, slot):
         @pl.loop(0, num_pages(length, chunk))
@@ -136,22 +163,27 @@ def _attend(
         valid = length - i * CHUNK
         s = c.scale * lax.dot_general(
             q[...],
-            k_s[slot].reshape(CHUNK, d),
+            numbers(k_s[slot]),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
             precision=precision,
         )
-        s = jnp.where(lax.broadcasted_iota(jnp.int32, s.shape, 1) < valid, s, -jnp.inf)
+        if k_scale_s is not None:
+            s *= tile_scales(k_scale_s, slot)
+        held = lax.broadcasted_iota(jnp.int32, s.shape, 1) < valid
+        s = jnp.where(held, s, -jnp.inf)
         if logits_s is not None:
             logits_s[i] = s
         new_top = jnp.maximum(top, jnp.max(s, axis=1, keepdims=True))
         p = jnp.exp(s - new_top)
         decay = jnp.exp(top - new_top)
         # Weight 0 does not silence a NaN in a slot nobody wrote: clear what lies beyond the end.
-        values = v_s[slot].reshape(CHUNK, d)
+        weights, values = p, numbers(v_s[slot])
+        if v_scale_s is not None:
+            weights = jnp.where(held, p * tile_scales(v_scale_s, slot), 0)
         written = lax.broadcasted_iota(jnp.int32, values.shape, 0) < valid
         update = jnp.dot(
-            p.astype(values.dtype),
+            weights.astype(values.dtype),
             jnp.where(written, values, jnp.zeros_like(values)),
             preferred_element_type=jnp.float32,
             precision=precision,
@@ -205,8 +237,8 @@ def _attend(
 
 def paged_attention(
     q: Float[Array, "S Hr d"],
-    k: Float[Array, "N b d"],
-    v: Float[Array, "N b d"],
+    k: Float[Array, "N b d"] | Encoded,
+    v: Float[Array, "N b d"] | Encoded,
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     *,
@@ -229,7 +261,12 @@ def paged_attention(
     table = jnp.pad(table, ((0, 0), (0, 0), (0, -table.shape[2] % pages)))
     max_blocks = table.shape[2]
     padded = _padded(group)
-    queries = jnp.pad(q.reshape(rows, group, d), ((0, 0), (0, padded - group), (0, 0)))
+    queries = turned(k, q).astype(q.dtype).reshape(rows, group, d)
+    queries = jnp.pad(queries, ((0, 0), (0, padded - group), (0, 0)))
+    pools, scales = [k, v], []
+    if isinstance(k, Encoded) and isinstance(v, Encoded):
+        pools = [k.codes.stored, v.codes.stored]
+        scales = [pool.codes.scale.reshape(num_blocks, 1, b) for pool in (k, v)]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     per_head = pl.BlockSpec((None, padded, d), lambda i, *_: (i, 0, 0))
     tables = [
@@ -244,21 +281,23 @@ def paged_attention(
     prefetched = [context_len.reshape(-1)]
     if keep and observed is not None:
         prefetched.append(jnp.repeat(observed.astype(jnp.int32), num_heads))
-    arguments = [*prefetched, table, table, queries, k, v]
-    in_specs = [*tables, per_head, in_hbm, in_hbm]
+    arguments = [*prefetched, table, table, queries, *pools, *scales]
+    in_specs = [*tables, per_head, *(in_hbm for _ in (*pools, *scales))]
     out_specs = [per_head]
-    out_shape = [jax.ShapeDtypeStruct(queries.shape, v.dtype)]
+    out_shape = [jax.ShapeDtypeStruct(queries.shape, jnp.float32 if scales else v.dtype)]
     if keep:
         arguments.append(metric.reshape(num_blocks, 1, b))
         in_specs.append(in_hbm)
         out_specs.append(in_hbm)
         out_shape.append(jax.ShapeDtypeStruct((num_blocks, 1, b), jnp.float32))
     scratch = {
-        "k_s": pltpu.VMEM((2, pages, b, d), k.dtype),
-        "v_s": pltpu.VMEM((2, pages, b, d), v.dtype),
+        "k_s": pltpu.VMEM((2, pages, b, pools[0].shape[2]), pools[0].dtype),
+        "v_s": pltpu.VMEM((2, pages, b, pools[1].shape[2]), pools[1].dtype),
         "fetched": pltpu.SemaphoreType.DMA((2, 2)),
         "turn": pltpu.SMEM((1,), jnp.int32),
     }
+    for name, of in zip(("k_scale_s", "v_scale_s"), scales):
+        scratch[name] = pltpu.VMEM((2, pages, 1, b), of.dtype)
     if keep:
         scratch |= {
             "logits_s": pltpu.VMEM((max_blocks // pages, padded, CHUNK), jnp.float32),
@@ -269,12 +308,13 @@ def paged_attention(
     def body(*refs):
         rest = list(refs)
         lengths, rows_observed = rest.pop(0), rest.pop(0) if len(prefetched) > 1 else None
-        head, rest = rest[:5], rest[5:]
+        head, rest = rest[: 5 + len(scales)], rest[5 + len(scales) :]
+        head += [None] * (2 - len(scales))
         if keep:
             rest.pop(0)  # the metric as an input: the same memory as the output
         out = rest.pop(0)
         metric_ref = rest.pop(0) if keep else None
-        named = dict.fromkeys(("logits_s", "squares_s", "updated")) | dict(zip(scratch, rest))
+        named = dict.fromkeys(MAYBE) | dict(zip(scratch, rest))
         _attend(
             lengths, rows_observed, *head,
             out=out, metric=metric_ref, **named, c=c, group=group, power=power,
@@ -297,5 +337,5 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(*arguments)
-    out = out[:, :group].reshape(q.shape)
+    out = turned(v, out[:, :group].reshape(q.shape))
     return out, new_metric[0].reshape(num_blocks, b) if keep else None
