@@ -34,8 +34,6 @@ def test_an_idle_thread_sleeps(tiny_params):
 
 def test_requests_that_come_together_run_together(tiny_params, monkeypatch):
     """However long the loop takes to hand in the next one, up to a bound."""
-    monkeypatch.setattr("kvjax.engine.driver.APART_SECONDS", 1.0)
-    monkeypatch.setattr("kvjax.engine.driver.GATHER_SECONDS", 2.0)
     prompts = prompts_of(10, 10, 10)
 
     async def main():
@@ -44,12 +42,17 @@ def test_requests_that_come_together_run_together(tiny_params, monkeypatch):
             def steps() -> float:
                 return llm.llm.metrics.as_dict()["kvjax_decode_steps_total"]
 
-            await llm.generate(prompts, greedy(4))  # to compile
+            # Or those whose steps are not compiled yet run one by one.
+            await llm.warm_up([10])
             await asleep(llm)
+            monkeypatch.setattr("kvjax.engine.driver.APART_SECONDS", 20.0)
+            monkeypatch.setattr("kvjax.engine.driver.GATHER_SECONDS", 20.0)
             before, streams = steps(), []
             for prompt in prompts:
                 streams.append(llm.add(prompt, greedy(4)))
                 await asyncio.sleep(0.1)
+            # Which waits for nobody, and so ends the gathering.
+            await llm._call(lambda: None)
             for stream in streams:
                 async for output in stream:
                     last = output

@@ -77,7 +77,7 @@ def test_the_engine_keeps_what_is_read_when_the_prompt_is_repeated(model, oracle
     shape = (TINY.num_layers, LENGTH, TINY.num_kv_heads, 1)
     prompt = Prompt(np.zeros(shape), np.zeros(shape), np.zeros(shape), CAP, B)
     rows = {at: scores[at] for at in np.ndindex(scores.shape[:2])}
-    want = keeps_globally(lambda _: rows, protected=8, sinks=4)(prompt)
+    want = keeps_globally(lambda _: rows, protected=1, sinks=4)(prompt)
     for (slot, *at), kvs in heads_of(llm.worker.cache).items():
         if slot == 0:
             held = {x.position: x.metric for x in kvs if x.position < LENGTH}

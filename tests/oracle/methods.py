@@ -107,14 +107,14 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "kvzap-linear": keeps_globally(surrogate("linear"), protected=8, sinks=4),
     "kvzap-mlp": keeps_globally(surrogate("mlp"), protected=8, sinks=4),
     "predicted-reads": keeps_globally(predicted_or_claimed, protected=8, sinks=4),
-    "predicted-reads-blind": keeps_globally(predicted, protected=8, sinks=4),
-    "matched:predicted-reads-blind": keeps_globally(predicted, protected=8, sinks=4),
+    "predicted-reads-blind": keeps_globally(predicted, protected=1, protected_share=1 / 16, sinks=2),
+    "matched:predicted-reads-blind": keeps_globally(predicted, protected=1, protected_share=1 / 16, sinks=2),
     "matched:kv-compress": keeps_globally(kvc_scores(8, 2, 7), protected=8),
     "keydiff": keeps(keydiff),
     "expected-attention": keeps(expected_attention, sinks=4),
     "compactor": keeps(compactor, protected=4, sinks=8),
-    "kvzip": keeps_globally(unread, protected=8, sinks=4),
-    "kvzip-plus": keeps_globally(unread, protected=8, sinks=4),
+    "kvzip": keeps_globally(unread, protected=1, sinks=4),
+    "kvzip-plus": keeps_globally(unread, protected=1, sinks=4),
     "r-kv": keeps(mean_of_last, protected=8, choose=without_like()),
     "duo-heads": keeps_whole_heads(
         recency, lambda p: calibrated(p.layers, p.heads, 8)["head_budget"], protected=28, sinks=4

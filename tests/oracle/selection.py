@@ -231,6 +231,7 @@ def keeps_globally(
     scores_of: Callable[[Prompt], Scores],
     *,
     protected: int = 0,
+    protected_share: float = 0.0,
     sinks: int = 0,
     least: int = 1,
     choose=None,
@@ -239,7 +240,8 @@ def keeps_globally(
 
     def kept(p: Prompt) -> Kept:
         scores = scores_of(p)
-        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - protected}
+        window = max(protected, math.floor(p.cap_tokens * protected_share))
+        guarded = {t for t in range(p.length) if t < sinks or t >= p.length - window}
         blocks = dict.fromkeys(p.names, p.owned)
         orders = {
             name: sorted(set(range(p.length)) - guarded, key=lambda t, s=scores[name]: (s[t], t))

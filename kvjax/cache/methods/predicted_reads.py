@@ -180,8 +180,9 @@ METHODS = (
         "predicted-reads-blind",
         "what will be read, predicted from the hidden state alone; global block budget",
         PredictedReads(window=0),
-        protected=8,
-        sinks=4,
+        protected=1,
+        protected_share=1 / 16,
+        sinks=2,
         query_aware=False,
     ),
 )

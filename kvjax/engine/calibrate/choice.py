@@ -34,8 +34,14 @@ BLOCK_SIZE = 16
 """Of the cache that is trained for: the engine's default."""
 SOFTNESS = 1.0
 """Logarithmic units around the price of a block within which KVs could have stayed or gone."""
-METHOD = next(method for method in METHODS if method.scorer and not method.query_aware)
-"""What chooses: the prediction alone."""
+METHOD = dataclasses.replace(
+    next(method for method in METHODS if method.scorer and not method.query_aware),
+    protected=8,
+    protected_share=0.0,
+    sinks=4,
+)
+"""What chooses: the prediction alone. More is protected than the method does, which leaves it a
+better map at 32 times (docs/methods.md, "What training the choice gains")."""
 
 
 class Change(NamedTuple):
