@@ -66,6 +66,7 @@ from tests.oracle.selection import (
 
 SNAPKV = snapkv_scores(8, 7, "max", group_first=True)
 SNAPKV_W32 = snapkv_scores(32, 7, "max", group_first=True)
+BLIND = keeps_globally(predicted, protected=1, protected_share=1 / 16, sinks=2)
 
 KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "full": lambda p: {name: list(range(p.length)) for name in p.names},
@@ -107,8 +108,8 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "kvzap-linear": keeps_globally(surrogate("linear"), protected=8, sinks=4),
     "kvzap-mlp": keeps_globally(surrogate("mlp"), protected=8, sinks=4),
     "predicted-reads": keeps_globally(predicted_or_claimed, protected=8, sinks=4),
-    "predicted-reads-blind": keeps_globally(predicted, protected=1, protected_share=1 / 16, sinks=2),
-    "matched:predicted-reads-blind": keeps_globally(predicted, protected=1, protected_share=1 / 16, sinks=2),
+    "predicted-reads-blind": BLIND,
+    "matched:predicted-reads-blind": BLIND,
     "matched:kv-compress": keeps_globally(kvc_scores(8, 2, 7), protected=8),
     "keydiff": keeps(keydiff),
     "expected-attention": keeps(expected_attention, sinks=4),
