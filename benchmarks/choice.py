@@ -77,7 +77,7 @@ class Comparison:
         import jax.numpy as jnp
 
         from kvjax.cache.methods.predicted_reads import EXTRA, WEIGHT
-        from kvjax.engine.calibrate.choice import behind, kept, predictions
+        from kvjax.engine.calibrate.choice import BLIND, behind, kept, predictions
         from kvjax.engine.dense import dense_pass
         from kvjax.models.decoder import logits
 
@@ -93,7 +93,7 @@ class Comparison:
         @jax.jit
         def choose(arrays, dense, length, blocks):
             scores = predictions(arrays, dense.hidden, dense.k, dense.v)
-            return jax.lax.map(lambda keep: kept(scores, length, keep)[0], blocks)
+            return jax.lax.map(lambda keep: kept(scores, length, keep, BLIND)[0], blocks)
 
         @jax.jit
         def say(params, dense, masks, said, start, at):

@@ -23,6 +23,7 @@ from kvjax.cache.evict import NOTHING, decide, eviction_scores
 from kvjax.cache.methods.predicted_reads import EXTRA, METHODS, WEIGHT, predicted
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs, smallest
+from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.store import blocks_for
 from kvjax.engine.calibrate.fit import EXTRAS, Sums
@@ -34,14 +35,11 @@ BLOCK_SIZE = 16
 """Of the cache that is trained for: the engine's default."""
 SOFTNESS = 1.0
 """Logarithmic units around the price of a block within which KVs could have stayed or gone."""
-METHOD = dataclasses.replace(
-    next(method for method in METHODS if method.scorer and not method.query_aware),
-    protected=8,
-    protected_share=0.0,
-    sinks=4,
-)
-"""What chooses: the prediction alone. More is protected than the method does, which leaves it a
-better map at 32 times (docs/methods.md, "What training the choice gains")."""
+BLIND = next(method for method in METHODS if method.scorer and not method.query_aware)
+"""The prediction alone."""
+METHOD = dataclasses.replace(BLIND, protected=8, protected_share=0.0, sinks=4)
+"""What chooses in training: more is protected than by `BLIND`, which leaves it a better map at 32
+times (docs/methods.md, "What training the choice gains")."""
 
 
 class Change(NamedTuple):
@@ -194,7 +192,10 @@ def predictions(
 
 
 def kept(
-    scores: Float[Array, "L H T"], length: Int32[Array, ""], blocks: Int32[Array, ""]
+    scores: Float[Array, "L H T"],
+    length: Int32[Array, ""],
+    blocks: Int32[Array, ""],
+    method: Method = METHOD,
 ) -> tuple[Float[Array, "L H T"], Float[Array, ""]]:
     """1 for the KVs of a prompt that stay with so many blocks, else 0; and the price of a block.
 
@@ -204,11 +205,12 @@ def kept(
     heads = (num_layers, num_heads)
     position = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), scores.shape)
     held, seen = jnp.full(heads, length, jnp.int32), jnp.full(heads, length, jnp.int32)
-    ranks, _ = eviction_scores(METHOD, scores, {}, position, held, seen, METHOD.protected)
+    shape = (*heads, BLOCK_SIZE)
+    budget = Budget.of(blocks, length, method.protected, method.protected_share, shape)
+    ranks, _ = eviction_scores(method, scores, {}, position, held, seen, budget.protected)
     cost = block_costs(ranks, held, BLOCK_SIZE)
-    budget = Budget.of(blocks, length, METHOD.protected, 0.0, (*heads, BLOCK_SIZE))
     costs = BlockCosts(cost, blocks_for(held, BLOCK_SIZE), jnp.zeros(heads), same_in_layer=False)
-    given = decide(METHOD, costs, held, budget, NOTHING)
+    given = decide(method, costs, held, budget, NOTHING)
     gone = smallest(ranks, given.count, given.threshold)
     stays = ~gone & (position < length)
     return stays.astype(jnp.float32), jnp.max(given.threshold)
