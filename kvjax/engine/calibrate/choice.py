@@ -38,8 +38,8 @@ SOFTNESS = 1.0
 BLIND = next(method for method in METHODS if method.scorer and not method.query_aware)
 """The prediction alone."""
 METHOD = dataclasses.replace(BLIND, protected=8, protected_share=0.0, sinks=4)
-"""What chooses in training: more is protected than by `BLIND`, which leaves it a better map at 32
-times (docs/methods.md, "What training the choice gains")."""
+"""What chooses in training: what ships was trained so. Less protected, and blocks of 8, came out
+level (docs/methods.md, "What training the choice gains")."""
 
 
 class Change(NamedTuple):
