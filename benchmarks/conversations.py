@@ -5,11 +5,11 @@
 For each rate ("v": the same engine with a full cache) a server of its own with the same pool is
 given 1, 2, 4 … conversations. All take their turns at once: a first prompt, then what was said
 before, the answer, and some new tokens. A next turn goes on from what is left of the one before, if
-the pool still holds it; else all of it runs again. So next turns tell whether a conversation is
-held: the time to their first token and the time per token, of which the 90th percentiles have to
-stay below bounds. These are multiples of what a conversation alone waits for in this run with a
-full cache: of the first token of a first turn, and of a token. Numbers of conversations grow until
-a bound is broken; the one before is what the pool holds.
+the pool still holds it; else all of it runs again. A pool holds so many conversations within the
+bound if nearly all of their next turns are found in it and the 90th percentile of their time per
+token is at most a multiple of what a conversation alone has in this run with a full cache. Numbers
+of conversations grow until that fails. The time to the first token has no bound: all ask at once,
+so it grows with their number whatever the pool holds; rows and plot show it.
 
 One line of JSON for each number, then one with the conversations held per GB of pool. Tokens are
 cut from Python's documentation; answers have their full length.
@@ -51,15 +51,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", default="smollm2-135m", help="name of a model (%(default)s)")
     add("--method", default=CALIBRATED, help="one that shares (%(default)s)")
     add("--rate", nargs="+", default=["v", "1", "8", "16"], help='"v" for a full cache')
-    add("--conversations", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="(%(default)s)")
+    add("--conversations", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="(%(default)s)")
     add("--turns", type=int, default=2, help="of each (%(default)s)")
     add("--input-len", type=int, default=1024, help="of first prompts (%(default)s)")
     add("--turn-len", type=int, default=32, help="new tokens of a next turn (%(default)s)")
     add("--output-len", type=int, default=32, help="(%(default)s)")
     add("--floor", type=int, default=32, help="least tokens that a rate keeps (%(default)s)")
     add("--pool-tokens", type=int, default=4608, help="of full caches (%(default)s)")
-    add("--first-token-bound", type=float, default=1.0, help="multiple (%(default)s)")
     add("--token-bound", type=float, default=4.0, help="multiple (%(default)s)")
+    add("--least-held", type=float, default=0.9, help="share of next turns (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--out", metavar="FILE", help="write the rows there")
     add("--plot-dir", metavar="FOLDER", help="draw latencies by number of conversations")
@@ -145,26 +145,17 @@ def measure(
     }
 
 
-def bounds_of(alone: Row, options: argparse.Namespace) -> Row:
-    """Seconds that a next turn may take to its first token, and per token."""
-    first, next_ = alone["first_turn"], alone["next_turns"]
-    return {
-        "first_token": options.first_token_bound * first["time_to_first_token"]["p50"],
-        "token": options.token_bound * next_["time_per_output_token"]["p50"],
-    }
+def within(row: Row, bound: float, least_held: float) -> bool:
+    """Whether all but a few next turns are found, and tokens come within `bound` seconds."""
+    wait = row["next_turns"]["time_per_output_token"]["p90"]
+    return wait <= bound and row["held"] >= least_held
 
 
-def within(row: Row, bounds: Row) -> bool:
-    waits = row["next_turns"]
-    return (
-        waits["time_to_first_token"]["p90"] <= bounds["first_token"]
-        and waits["time_per_output_token"]["p90"] <= bounds["token"]
-    )
-
-
-def run_rate(options: argparse.Namespace, rate: str, bounds: Row | None) -> tuple[list[Row], Row]:
-    """Rows of one rate, to the first that breaks a bound, and the bounds: these, or, where there
-    are none yet, those of the first row."""
+def run_rate(
+    options: argparse.Namespace, rate: str, bound: float | None
+) -> tuple[list[Row], float]:
+    """Rows of one rate, to the first that is not within the bound, and the bound: this one, or,
+    where there is none yet, that of the first row."""
     rows: list[Row] = []
     # What is appended stays in order while it is read here.
     with tempfile.TemporaryFile("a+") as log:
@@ -176,8 +167,10 @@ def run_rate(options: argparse.Namespace, rate: str, bounds: Row | None) -> tupl
             measure(remote, options, rate, 1, WARM)
             for count in options.conversations:
                 row = {**measure(remote, options, rate, count), "pool_gb": round(pool, 4)}
-                bounds = bounds or bounds_of(row, options)
-                row["within"] = within(row, bounds)
+                if bound is None:
+                    alone = row["next_turns"]["time_per_output_token"]["p50"]
+                    bound = options.token_bound * alone
+                row["within"] = within(row, bound, options.least_held)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if not row["within"]:
@@ -185,12 +178,12 @@ def run_rate(options: argparse.Namespace, rate: str, bounds: Row | None) -> tupl
         finally:
             server.terminate()
             server.wait(120)
-    assert bounds is not None
-    return rows, bounds
+    assert bound is not None
+    return rows, bound
 
 
-def headline(options: argparse.Namespace, rows: list[Row], bounds: Row) -> Row:
-    """Conversations that each rate holds within the bounds, of the numbers that were tried."""
+def headline(options: argparse.Namespace, rows: list[Row], bound: float) -> Row:
+    """Conversations that each rate holds within the bound, of the numbers that were tried."""
     held = {}
     for rate in options.rate:
         number = None if rate == "v" else float(rate)
@@ -200,35 +193,34 @@ def headline(options: argparse.Namespace, rows: list[Row], bounds: Row) -> Row:
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "plot_dir")}
     return {
         **settings,
-        "bounds_seconds": {name: round(value, 4) for name, value in bounds.items()},
+        "bound_seconds": round(bound, 4),
         "held": held,
         "held_per_gb": {rate: round(count / pool, 1) for rate, count in held.items()},
     }
 
 
-def plot(rows: list[Row], bounds: Row, path: Path) -> None:
+def plot(rows: list[Row], bound: float, path: Path) -> None:
     """Both latencies of next turns by number of conversations, a line for each rate."""
     from kvjax.eval.plots import new_figure, save_figure
 
     figure = new_figure(9, 4)
     panels = figure.subplots(1, 2)
     names = {"time_to_first_token": "first token", "time_per_output_token": "per token"}
-    limits = (bounds["first_token"], bounds["token"])
-    for axes, (name, label), bound in zip(panels, names.items(), limits, strict=True):
+    for axes, (name, label) in zip(panels, names.items(), strict=True):
         for number, rate in enumerate(dict.fromkeys(row["rate"] for row in rows)):
             some = [row for row in rows if row["rate"] == rate]
             label_of = "full cache" if rate is None else f"rate {rate:g}"
             x = [row["conversations"] for row in some]
             y = [row["next_turns"][name]["p90"] for row in some]
             axes.plot(x, y, "ko-" if rate is None else f"C{number}o-", label=label_of)
-        axes.axhline(bound, color="grey", linestyle=":", label="bound")
         axes.set_xscale("log", base=2)
         counts = sorted({row["conversations"] for row in rows})
         axes.set_xticks(counts, map(str, counts))
         axes.set_yscale("log")
         axes.set(xlabel="conversations at once", ylabel=f"{label}, 90th percentile (s)")
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize="small")
+    panels[1].axhline(bound, color="grey", linestyle=":", label="bound")
+    panels[1].legend(fontsize="small")
     figure.suptitle(f"next turns; a pool of {rows[0]['pool_gb']:.2f} GB", fontsize="medium")
     save_figure(figure, path)
 
@@ -238,24 +230,24 @@ def main(arguments: list[str] | None = None) -> int:
     if options.turns < 2 or options.output_len < 2:
         raise UserError("give --turns and --output-len of at least 2")
     if options.rate[0] != "v" or options.conversations[0] != 1:
-        raise UserError("bounds are those of 1 conversation and a full cache: begin with them")
+        raise UserError("the bound is that of 1 conversation and a full cache: begin with them")
     if options.out:
         check_output_file("--out", options.out)
     if options.plot_dir:
         Path(options.plot_dir).mkdir(parents=True, exist_ok=True)
     started()
     rows: list[Row] = []
-    bounds: Row | None = None
+    bound: float | None = None
     for rate in options.rate:
-        found, bounds = run_rate(options, rate, bounds)
+        found, bound = run_rate(options, rate, bound)
         rows += found
-    assert bounds is not None
-    last = headline(options, rows, bounds)
+    assert bound is not None
+    last = headline(options, rows, bound)
     print(json.dumps(last), flush=True)
     if options.out:
         Path(options.out).write_text("".join(json.dumps(row) + "\n" for row in [*rows, last]))
     if options.plot_dir:
-        plot(rows, bounds, Path(options.plot_dir) / "conversations.png")
+        plot(rows, bound, Path(options.plot_dir) / "conversations.png")
     return 0
 
 

@@ -14,6 +14,7 @@ guard(__name__)
 import argparse
 import json
 
+from kvjax.cache.config import CALIBRATED
 from kvjax.cli import ArgumentParser, run_script
 
 
@@ -21,7 +22,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__)
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="(%(default)s)")
-    add("--method", default="predicted-reads-blind", help="(%(default)s)")
+    add("--method", default=CALIBRATED, help="(%(default)s)")
     add("--rate", type=float, default=8.0, help="compression rate (%(default)s)")
     add("--tokens", type=int, default=4096, help="of the document (%(default)s)")
     add("--question", type=int, default=32, help="tokens of a question (%(default)s)")
