@@ -169,7 +169,7 @@ def run_rate(
                 row = {**measure(remote, options, rate, count), "pool_gb": round(pool, 4)}
                 if bound is None:
                     alone = row["next_turns"]["time_per_output_token"]["p50"]
-                    bound = options.token_bound * alone
+                    bound = float(options.token_bound * alone)
                 row["within"] = within(row, bound, options.least_held)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
