@@ -30,7 +30,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, help="texts: .txt, .jsonl, .gz of these")
     add("--model", default="smollm2-135m", help="(%(default)s)")
-    types = "bfloat16,int8,e4m3,k8v4,k5v4,int4,int2"
+    types = "bfloat16,int8,e4m3,k8v4,k5v4,k5v3.6,int4,int2"
     add("--types", default=types, help="what is stored (%(default)s)")
     add("--texts", type=int, default=3, help="from all of them, evenly (%(default)s)")
     add("--tokens", type=int, default=320, help="of each (%(default)s)")

@@ -78,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="TYPES",
         help="what keys and values are stored in, each type in turn: float32, bfloat16, float16, "
-        "e4m3, e5m2, int8, int4, int2 (that of the weights)",
+        "int8, k5v4, k5v3.6, int4 and what else kvjax decode --kv-dtype has (that of the weights)",
     )
     add_row_options(parser, what, usual=USUAL, target_tokens=64)
     what.add_argument(

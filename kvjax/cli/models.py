@@ -88,7 +88,8 @@ def add_cache_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentG
         dest="cache_dtype",
         metavar="TYPE",
         help="what keys and values are stored in: float32, bfloat16, float16, e4m3, e5m2, int8, "
-        "int5, int4, int2, k8v4 or k5v4, keys and values of so many bits (that of the weights)",
+        "int5, int4, int3.6, int2, or k8v4, k5v4, k5v3.6, keys and values of so many bits; "
+        "affine4, affine2, mustafar50, mustafar70 (that of the weights)",
     )
 
 

@@ -5,26 +5,34 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.store.affine import Affine
 from kvjax.cache.store.codec import Codec, Pair, Plain, Rounded
-from kvjax.cache.store.scaled import Floats, Integers
+from kvjax.cache.store.pruned import Pruned
+from kvjax.cache.store.scaled import Companded, Floats, Integers
 from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.kernels.paged_attention.spec import DTYPES
 
-SCALED: Mapping[str, Codec] = {
+NAMED: Mapping[str, Codec] = {
     codec.name: codec
     for codec in (
         Integers(),
         Integers(bits=5),
         Integers(bits=4),
+        Companded(),
         Integers(bits=2),
         Floats(),
         Floats(kind="e5m2"),
         Pair(keys=Integers(), values=Integers(bits=4)),
         Pair(keys=Integers(bits=5), values=Integers(bits=4)),
+        Pair(keys=Integers(bits=5), values=Companded()),
+        Affine(),
+        Affine(bits=2),
+        Pruned(),
+        Pruned(share=0.7),
     )
 }
-"""Those with a scale per row."""
+"""Those that are no dtypes."""
 
 
 def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DTypeLike) -> Codec:
@@ -39,7 +47,7 @@ def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DT
     """
     dtype = jnp.dtype(computed).name
     if isinstance(asked, str):
-        asked = SCALED.get(asked, asked)
+        asked = NAMED.get(asked, asked)
     if isinstance(asked, Codec):
         return asked.decoding_to(dtype)
     try:
@@ -47,6 +55,6 @@ def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DT
     except TypeError:
         stored = None
     if stored not in DTYPES:
-        names = ", ".join((*DTYPES, *SCALED))
+        names = ", ".join((*DTYPES, *NAMED))
         raise UserError(f"cache_dtype {shown(asked)}: give one of {names}, or a codec")
     return Plain(dtype) if stored == dtype else Rounded(dtype, stored)
