@@ -1,8 +1,9 @@
 """Draw the results of `kvjax evaluate`.
 
 Pictures of a results file, as many as its rows allow: score by compression (score-*), answers that
-are given no beginning (free-*), continued text (text-*), needles by depth (needle-*), KVs kept by
-layer and head (kept-*), attention recall by layer (recall-*), for each protocol.
+are given no beginning (free-*), continued text (text-*), both score and text over bytes where keys
+and values have several types (bytes-*), needles by depth (needle-*), KVs kept by layer and head
+(kept-*), attention recall by layer (recall-*), for each protocol.
 
     kvjax plot results.jsonl --out pictures
     kvjax plot results.jsonl --methods kv-compress,snapkv,random --rate 32
@@ -27,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from kvjax.eval.plots import check_plots, save_figure
     from kvjax.eval.result_plots import (
+        plot_bytes,
         plot_kept,
         plot_needles,
         plot_recall,
@@ -61,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
             f"score-{protocol}": plot_scores(own, protocol),
             f"free-{protocol}": plot_scores(own, protocol, "free"),
             f"text-{protocol}": plot_text(own, protocol),
+            f"bytes-{protocol}": plot_bytes(own, protocol),
             f"kept-{protocol}": plot_kept(own, protocol, rate),
             f"recall-{protocol}": plot_recall(own, protocol, rate),
         }

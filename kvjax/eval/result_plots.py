@@ -161,6 +161,71 @@ def plot_text(rows: Sequence[Result], protocol: str) -> Figure | None:
     return figure
 
 
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of points (fewer bytes, score) those that no other has both numbers of, or more, in order."""
+    found: list[tuple[float, float]] = []
+    for x, y in sorted(points, reverse=True):
+        if not found or y > found[-1][1]:
+            found.append((x, y))
+    return found[::-1]
+
+
+def plot_bytes(rows: Sequence[Result], protocol: str) -> Figure | None:
+    """Mean score, and KL on continued text, over bytes, where keys and values have several types.
+
+    A line goes through what nothing beats at its bytes.
+    """
+    methods = [method for method in _methods(rows) if " in " in method]
+    lines = [line for line in summarise(rows) if line.protocol == protocol]
+    if not methods or not lines:
+        return None
+    full = [line for line in lines if line.method == FULL]
+    scored = [l.task for l in full if l.score is not None and not l.full_fails]
+    texts = [l.task for l in full if l.metric == "nll"]
+    panels = [("score", scored, 100, 1), ("kl", texts, 1, -1)]
+    panels = [panel for panel in panels if panel[1]]
+    figure = new_figure(1 + 4.5 * len(panels), 4 + 0.06 * len(methods))
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (value, tasks, factor, better) in zip(grid, panels):
+        points = _over_bytes(lines, tasks, value)
+        for method, style in _styles(methods).items():
+            if found := sorted(points.get(method, [])):
+                x, y = np.array(found).T
+                axes.plot(x, y * factor, label=method, markersize=4, linewidth=1, **style)
+        every = [(x, better * y) for method in methods for x, y in points.get(method, [])]
+        if best := frontier(every):
+            x, y = np.array(best).T
+            axes.plot(x, better * y * factor, color="#222222", alpha=0.25, linewidth=6, zorder=0)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda fewer, _: f"{fewer:g}×")
+        axes.set_xlabel("bytes of the full cache / bytes held")
+        axes.grid(alpha=0.3)
+    grid[0].set_ylabel("exact matches, %" if panels[0][0] == "score" else "KL per token")
+    if panels[-1][0] == "kl":
+        grid[-1].set_ylabel("KL(full ‖ compressed) per token")
+        grid[-1].set_yscale("log")
+    figure.suptitle(f"Score and KL over bytes ({protocol})", fontsize=10)
+    _legend(figure, list(grid), len(methods))
+    return figure
+
+
+def _over_bytes(
+    lines: Sequence[Line], tasks: Sequence[str], value: str
+) -> dict[str, list[tuple[float, float]]]:
+    """For each method (bytes of the full cache / bytes held, value), means over all the tasks."""
+    cells: dict[tuple[str, float], list[tuple[float, float]]] = collections.defaultdict(list)
+    for line in lines:
+        number = getattr(line, value)
+        if line.task in tasks and number is not None and line.smaller is not None:
+            cells[line.method, line.rate].append((line.smaller, number.mean))
+    points: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
+    for (method, _), found in cells.items():
+        if len(found) == len(tasks):
+            x, y = np.mean(found, axis=0)
+            points[method].append((float(x), float(y)))
+    return points
+
+
 def plot_needles(rows: Sequence[Result], protocol: str, task: str) -> Figure | None:
     """Exact matches of a task by depth, one map per method.
 

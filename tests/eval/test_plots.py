@@ -10,6 +10,8 @@ import pytest
 from kvjax.cli import main_of
 from kvjax.cli.main import run_command
 from kvjax.eval.result_plots import (
+    frontier,
+    plot_bytes,
     plot_kept,
     plot_needles,
     plot_recall,
@@ -96,6 +98,33 @@ def test_text_shows_nll_and_kl():
     assert lines_of(left)["good"].get_ydata() == pytest.approx([2, 2])
     assert set(lines_of(left)) == {"good", "bad", "full"}
     assert lines_of(right)["bad"].get_ydata() == pytest.approx([0.1, 0.1])
+
+
+def test_types_are_compared_over_their_bytes():
+    def of(method, size, score):
+        return [
+            {**row, "method": method, "bytes": size * 8 / row["rate"], "bytes_full": 6400,
+             "score": row["score"] and score, "kl": 1 - score / 2}
+            for row in rows() if row["method"] == "good"
+        ]  # fmt: skip
+
+    full = [{**row, "bytes_full": 100} for row in rows() if row["method"] == "full"]
+    several = [*full, *of("a in int8", 400, 0.5), *of("a in int4", 100, 0.25)]
+    left, right = axes_of(plot_bytes(several, "prompt"))
+    assert lines_of(left)["a in int8"].get_xdata() == pytest.approx([4, 16])
+    assert lines_of(left)["a in int8"].get_ydata() == pytest.approx([50, 50])
+    assert lines_of(left)["a in int4"].get_xdata() == pytest.approx([16, 64])
+    assert lines_of(right)["a in int4"].get_ydata() == pytest.approx([0.875, 0.875])
+    (best,) = [line for name, line in lines_of(right).items() if name.startswith("_")]
+    assert best.get_xdata() == pytest.approx([16, 64])
+    assert best.get_ydata() == pytest.approx([0.75, 0.875])
+    assert plot_bytes(rows(), "prompt") is None
+
+
+def test_the_frontier_is_what_nothing_beats():
+    points = [(2, 9), (4, 7), (3, 7), (8, 8), (16, 1), (16, 0), (9, 1)]
+    assert frontier(points) == [(2, 9), (8, 8), (16, 1)]
+    assert frontier([]) == []
 
 
 def test_needles_are_maps_of_depth_and_rate():

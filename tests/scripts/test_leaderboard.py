@@ -1,0 +1,95 @@
+"""docs/leaderboard.md is what the committed results say, and rows are of the same prompts."""
+
+import json
+
+import pytest
+
+from kvjax.cli import main_of
+from kvjax.cli.main import main as kvjax
+from kvjax.cli.rows import choose_protocols, rates_of
+from tests.scripts.conftest import load_script
+
+BOARD = load_script("leaderboard")
+
+
+def result(task, number, method, rate, *, kvs=100, em=1, kl=0.0, protocol="chat", **more):
+    return {
+        "id": f"{task}/dev/1024/5/{number}", "task": task, "protocol": protocol,
+        "method": method, "rate": rate, "digest": f"{task}{number}", "em": em, "kl": kl,
+        "metric": "nll" if task == "continuation" else "em", "kvs": kvs, "kvs_full": 100,
+        "bytes": 4 * kvs, "bytes_full": 800, "seconds": {"prefill": 2.0, "select": 0.1},
+        "settings": {"model": "m"}, **more,
+    }  # fmt: skip
+
+
+def test_the_page_is_that_of_the_results(capsys):
+    """If this fails: python scripts/leaderboard.py"""
+    assert BOARD.main(["--check"]) == 0
+    assert "as the results have it" in capsys.readouterr().out
+
+
+def test_a_row_says_what_was_measured():
+    full = [result("needle", i, "full", 1.0) for i in range(2)]
+    text = result("continuation", 0, "full", 1.0)
+    ours = [
+        result("needle", 0, "a", 8.0, kvs=20, em=1),
+        result("needle", 1, "a", 8.0, kvs=30, em=0),
+        result("continuation", 0, "a", 8.0, kvs=25, kl=0.25),
+        result("needle", 0, "a", 32.0, kvs=3, em=0),
+    ]
+
+    def shown(value):
+        return f"{value:.3f} [{value:.3f}, {value:.3f}]"
+
+    rows = BOARD.rows_at([*full, text, *ours], 8.0)
+    assert rows == [
+        ("`full`", "m", "100 [100, 100]", "–", shown(0), "1.0", "2.0", "+5.0 %", "100 %"),
+        ("`a`", "m", "50 [0, 100]", "–", shown(0.25), "4.0", "8.2", "+5.0 %", "25 %"),
+    ]
+
+
+def test_what_was_not_run_on_all_prompts_has_no_figure():
+    full = [result("needle", i, "full", 1.0) for i in range(2)]
+    other = result("needle", 0, "b", 8.0)
+    rows = BOARD.rows_at([*full, other], 8.0)
+    assert [row[0] for row in rows] == ["`full`"]
+    # Nor what was run on a prompt of another wording.
+    others = [result("needle", i, "b", 8.0, digest=f"other{i}") for i in range(2)]
+    assert [row[0] for row in BOARD.rows_at([*full, *others], 8.0)] == ["`full`"]
+    both = [result("needle", i, "b", 8.0, em=0) for i in range(2)]
+    best = [result("needle", i, "c", 8.0) for i in range(2)]
+    assert [row[0] for row in BOARD.rows_at([*both, *best, *full], 8.0)] == ["`full`", "`c`", "`b`"]
+
+
+def test_results_of_other_prompts_are_passed_over(tmp_path):
+    kept = result("fact", 3, "full", 1.0)
+    ids = ["fact/test/1024/5/3", "fact/dev/1024/5/4", "fact/dev/4096/5/3", "kv/dev/1024/5/3"]
+    rows = [kept, *({**kept, "id": name} for name in ids), {**kept, "protocol": "prompt"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert BOARD.results_of([path, path]) == [kept]
+
+
+def test_a_row_more_is_one_command(tmp_path, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr("kvjax.cli.main.main", lambda arguments: said.append(arguments) or 3)
+    monkeypatch.setattr(BOARD, "RESULTS", tmp_path)
+    given = ["--measure", "kvcrush:snapkv", "--data", "DATA", "--kv-dtype", "int8"]
+    assert BOARD.main(given) == 3
+    ((name, *options),) = said
+    assert name == "evaluate"
+    pairs = dict(zip(options[::2], options[1::2], strict=True))
+    assert pairs["--out"] == str(tmp_path / "leaderboard-smollm2-135m-kvcrush-snapkv.jsonl")
+    assert pairs["--kv-dtype"] == "int8"
+    assert choose_protocols(pairs["--protocols"]) == ["chat", "agnostic"]
+    assert tuple(rates_of(pairs["--rates"])) == BOARD.RATES
+    assert main_of(BOARD.main, ["--measure", "snapkv"]) == 2
+    assert "--measure needs --data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--data", "--split", "--rows", "--free-tokens", "--details"])
+def test_the_command_has_options_that_there_are(option, tmp_path, capsys):
+    assert option in BOARD.command("snapkv", "m", "", "DATA", tmp_path / "x")
+    with pytest.raises(SystemExit):
+        kvjax(["evaluate", "--help"])
+    assert option in capsys.readouterr().out
