@@ -8,7 +8,8 @@ eviction grow with the prompt, and the bytes that the cache holds afterwards.
     python -m benchmarks.cpu --only compression scaling
 
 `--peer-python` is a Python that has torch and transformers (kvjax itself needs neither). Weights
-are random: only their shapes matter here. The last line is one JSON object.
+are random, as only their shapes matter; the section "calibrated" takes SmolLM2-135M itself, with
+the calibration that ships. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -40,6 +41,7 @@ from kvjax.cache import (
     schedule_evictions,
     write_prompt,
 )
+from kvjax.cache.config import CALIBRATED
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, Progress, check_output_file, run_script
 from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
@@ -49,7 +51,7 @@ from kvjax.eval.sizes import cache_spec
 from kvjax.kernels import window_metrics
 from kvjax.models import load_model
 
-SECTIONS = ("peer", "compression", "methods", "scaling")
+SECTIONS = ("peer", "compression", "methods", "calibrated", "scaling")
 METHODS = (
     "full",
     "random",
@@ -65,6 +67,8 @@ METHODS = (
     "kmeans:snapkv",
 )
 """Of the section "methods"."""
+CALIBRATED_METHODS = ("full", "random", CALIBRATED.partition(":")[2], CALIBRATED)
+"""Of the section "calibrated": two that observe nothing, reads predicted, and matched."""
 PEER = Path(__file__).with_name("peer.py")
 
 
@@ -221,6 +225,50 @@ def measure_methods(model: Any, rate: float, repeats: int, progress: Progress) -
     return {"length": length, "new_tokens": new_tokens, "rate": rate, "methods": found}
 
 
+def measure_calibrated(rate: float, repeats: int, progress: Progress) -> dict:
+    """What the default of a calibrated model adds to a prompt of 1 k tokens and to a decode step.
+
+    All methods in turns, five times as often as the rest here: what it observes is less than what
+    one prefill differs from the next. Medians, and the quartiles of the rounds' ratios.
+    """
+    length, new_tokens = 1024, 32
+    model = load_model("smollm2-135m")
+    prompt = prompt_of(model, length)
+    engines, seconds = {}, {}
+    for method in CALIBRATED_METHODS:
+        compression = CompressionConfig(method=method, rate=None if method == "full" else rate)
+        engines[method] = make_llm(model, compression, length)
+        seconds[method] = {phase: [] for phase in ("prefill", "compress", "decode")}
+    sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    rounds = 5 * repeats
+    for done in range(-1, rounds):
+        progress(f"calibrated, round {done + 1} of {rounds}")
+        for method, llm in engines.items():
+            before = {phase: phase_seconds(llm, phase) for phase in seconds[method]}
+            llm.generate([prompt], sampling)
+            for phase, all_of in seconds[method].items():
+                if done >= 0:
+                    all_of.append(phase_seconds(llm, phase) - before[phase])
+
+    def over(phase: str, one: str, other: str) -> list[float]:
+        ratio = np.array(seconds[one][phase]) / np.array(seconds[other][phase])
+        return np.percentile(ratio, [25, 50, 75]).round(4).tolist()
+
+    predicted, matched = CALIBRATED_METHODS[2:]
+    return {
+        "length": length,
+        "new_tokens": new_tokens,
+        "rate": rate,
+        "rounds": rounds,
+        "median_seconds": {
+            method: {phase: round(float(np.median(x)), 4) for phase, x in of.items()}
+            for method, of in seconds.items()
+        },
+        "prefill_over_full": {m: over("prefill", m, "full") for m in (predicted, matched)},
+        "decode_over_random": {m: over("decode", m, "random") for m in (predicted, matched)},
+    }
+
+
 def measure_scaling(model: Any, repeats: int, progress: Progress) -> list[dict]:
     """Seconds of one layer's window metrics and of a whole eviction, by prompt length."""
     config, rows = model.config, []
@@ -308,6 +356,8 @@ def main(arguments: list[str] | None = None) -> int:
         result["compression"] = measure_compression(model, options.rate, options.repeats, progress)
     if "methods" in options.only:
         result["methods"] = measure_methods(model, options.rate, options.repeats, progress)
+    if "calibrated" in options.only:
+        result["calibrated"] = measure_calibrated(options.rate, options.repeats, progress)
     if "scaling" in options.only:
         result["scaling"] = measure_scaling(model, options.repeats, progress)
     progress.clear()
