@@ -1,12 +1,15 @@
 """Attention that each key receives from the last queries of a prompt."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.checks import check_dtype, check_prompt, wanted
-from kvjax.kernels.window_metrics import reference, tiles
+from kvjax.kernels.choice import Choice, choose
+from kvjax.kernels.device import Device
+from kvjax.kernels.window_metrics import fused, reference, tiles
 
 QUERY_BLOCK = 1024
 """Most queries whose attention rows exist at once: memory stays linear in the keys."""
@@ -28,6 +31,7 @@ def window_metrics(
     own_keys_last: bool = True,
     scale: float | None = None,
     query_block: int | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "Hr T"]:
     """Σ over the queries of weight · p^power, p the softmax of one query over all keys it may see.
 
@@ -51,11 +55,14 @@ def window_metrics(
             most of what a query does not see is then left out (static).
         scale: factor of the logits, 1/√d by default.
         query_block: queries handled at once (static); by default as many as memory allows.
+        implementation: with `log_sum`, "mosaic_gpu" (Hopper), "tpu" or "xla"; None picks by device
+            and shape (`kvjax.kernels.explain` says which and why).
 
     Raises:
         ValueError: an argument does not fit; names it, what it got and what is wanted.
     """
     _checked(q, k, query_position, key_position, power, query_block)
+    chosen = choice(q, k, log_sum=log_sum, above=above, implementation=implementation)
     key_position, query_block = _defaults(q, k, key_position, query_block)
     scale = 1 / math.sqrt(k.shape[-1]) if scale is None else scale
     common = {
@@ -73,7 +80,53 @@ def window_metrics(
     if own_keys_last and q.shape[0] > k.shape[0]:
         raise wanted("q shape", list(q.shape), f"at most {k.shape[0]} queries with log_sum")
     num_own = q.shape[0] if own_keys_last else 0
-    return tiles.window_metrics(q, k, **common, log_sum=log_sum, num_own=num_own)
+    if chosen.name == "xla":
+        return tiles.window_metrics(q, k, **common, log_sum=log_sum, num_own=num_own)
+    if chosen.name == "tpu":
+        from kvjax.kernels.window_metrics import tpu as kernel
+    else:
+        from kvjax.kernels.window_metrics import mosaic_gpu as kernel
+    return fused.window_metrics(kernel, q, k, **common, log_sum=log_sum, num_own=num_own)
+
+
+def choice(
+    q,
+    k,
+    *,
+    log_sum=None,
+    above: float | None = None,
+    implementation: str | None = None,
+    **_: Any,
+) -> Choice:
+    """The implementation of a call of `window_metrics`."""
+
+    def served() -> None:
+        if log_sum is None or above is not None:
+            raise NotImplementedError("a softmax that is not known")
+        if q.dtype != k.dtype:
+            raise NotImplementedError(f"q and k of {q.dtype} and {k.dtype}")
+
+    def mosaic_gpu(where: Device) -> None:
+        if not where.hopper:
+            raise NotImplementedError(f"device {where.kind} (wanted: compute capability 9.0)")
+        served()
+        from kvjax.kernels.window_metrics import mosaic_gpu
+
+        mosaic_gpu.check(k.shape[2], k.dtype)
+
+    def tpu(where: Device) -> None:
+        if where.platform != "tpu":
+            raise NotImplementedError(f"device {where.kind}")
+        served()
+        from kvjax.kernels.window_metrics import tpu
+
+        tpu.check(k.shape[2], k.dtype)
+
+    candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": lambda _: None}
+    return choose(implementation, candidates, k)
+
+
+window_metrics.choice = choice  # type: ignore[attr-defined]
 
 
 def hit_intervals(
