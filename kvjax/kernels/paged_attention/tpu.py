@@ -1,9 +1,10 @@
 """Paged decode attention on TPUs.
 
-One grid step per (sequence, KV head), in order, on one core. Pages are fetched by hand, one chunk
-ahead: the next chunk of this head, or the first of the next head, streams in while the matrix unit
-works. With the statistic on, a head's logits stay in vector memory until its normaliser is known;
-then Σ p² is added to the pages of the metric in place.
+One grid step per (sequence, KV head), in order, on one core. Pages are fetched by hand into a ring
+of chunks: the next ones of this head, then the first of the next head, stream in while the matrix
+unit works. With the statistic on, a head's logits stay in vector memory until its normaliser is
+known; then Σ p² is added to the pages of the metric in place, while those of the next chunk come in
+and those of the last one go out.
 
 Codes are fetched as they are stored, with their scales, and become numbers in vector registers. The
 scale of a key multiplies its logit, that of a value its weight.
@@ -24,6 +25,8 @@ from kvjax.kernels.paged_attention.spec import Shape, served_shape
 
 CHUNK = 256
 """KVs fetched and computed at once."""
+RING = 8
+"""Chunks that are there or on their way."""
 SUBLANES = 8
 FORMS = ("int8", "e4m3", "e5m2")
 """Of codes that the kernel reads."""
@@ -85,15 +88,15 @@ def _attend(
     out,  # [R, d]
     metric,  # [N, 1, b] f32 in HBM, in place, or None
     *,
-    k_s,  # [2, pages, b, d]
-    v_s,  # [2, pages, b, d]
-    fetched,  # semaphores [buffer, k or v]
-    turn,  # [1] i32, buffer of this head's first chunk
-    k_scale_s,  # [2, pages, 1, b], or None
-    v_scale_s,  # [2, pages, 1, b], or None
+    k_s,  # [ring, pages, b, d]
+    v_s,  # [ring, pages, b, d]
+    fetched,  # semaphores [ring, k or v]
+    turn,  # [2] i32, buffer of this head's first chunk, and how many of its chunks are fetched
+    k_scale_s,  # [ring, pages, 1, b], or None
+    v_scale_s,  # [ring, pages, 1, b], or None
     logits_s,  # [chunks, R, CHUNK] f32, or None
-    squares_s,  # [pages, 1, b] f32, or None
-    updated,  # semaphore, or None
+    squares_s,  # [2, pages, 1, b] f32, or None
+    updated,  # semaphores [buffer, in or out], or None
     c: Config,
     group: int,
     power: int,
@@ -138,22 +141,43 @@ def _attend(
 
     @pl.when(row == 0)
     def _first_head():
-        turn[0] = 0
-        fetch(table, length, 0, 0)
+        turn[0] = turn[1] = 0
 
     first_slot = turn[0]
 
+    def fetch_ahead(i):
+        """The i-th chunk from this head's first one on: its own, or one of the next head."""
+        slot = lax.rem(first_slot + i, RING)
+
+        @pl.when(i < chunks)
+        def _this_head():
+            fetch(table, length, i, slot)
+
+        @pl.when(i >= chunks)
+        def _next_head():
+            fetch(next_table, next_length, i - chunks, slot)
+
+    pl.loop(turn[1], RING - 1)(fetch_ahead)
+
+    def metric_pages(i, out: bool, wait: bool):
+        """Begin or await the copies of the metrics of a chunk."""
+        slot = lax.rem(i, 2)
+
+        @pl.loop(0, num_pages(length, i))
+        def _page(j):
+            ends = metric.at[table[0, 0, i * pages + j]], squares_s.at[slot, j]
+            ends = ends[::-1] if out else ends
+            copy = pltpu.make_async_copy(*ends, updated.at[slot, int(out)])
+            copy.wait() if wait else copy.start()
+
+    touched = chunks if observed is None else chunks * observed[row]
+    if metric is not None:
+        pl.when(touched > 0)(lambda: metric_pages(0, out=False, wait=False))
+
     def attend_chunk(i, carry):
         acc, top, total = carry
-        slot = lax.rem(first_slot + i, 2)
-
-        @pl.when(i + 1 < chunks)
-        def _next_chunk():
-            fetch(table, length, i + 1, 1 - slot)
-
-        @pl.when(i + 1 == chunks)
-        def _next_head():
-            fetch(next_table, next_length, 0, 1 - slot)
+        slot = lax.rem(first_slot + i, RING)
+        fetch_ahead(i + RING - 1)
 
         @pl.loop(0, num_pages(length, i))
         def _page(j):
@@ -202,37 +226,33 @@ def _attend(
         ),
     )
 
-    @pl.when(chunks == 0)
-    def _empty_head():
-        fetch(next_table, next_length, 0, first_slot)
-
-    turn[0] = lax.rem(first_slot + chunks, 2)
+    turn[0] = lax.rem(first_slot + chunks, RING)
+    turn[1] = jnp.minimum(RING - 1, pl.cdiv(next_length, CHUNK))
     total = jnp.where(total > 0, total, 1.0)
     out[...] = (acc / total).astype(out.dtype)
     if metric is None:
         return
     log_total = top + jnp.log(total)
 
-    def add_squares(i, _):
-        count = num_pages(length, i)
+    @pl.loop(0, touched)
+    def _add_squares(i):
+        @pl.when(i + 1 < touched)
+        def _next_chunk():
+            pl.when(i > 0)(lambda: metric_pages(i - 1, out=True, wait=True))
+            metric_pages(i + 1, out=False, wait=False)
 
-        def copy_pages(make):
-            for finish in (False, True):
-
-                @pl.loop(0, count)
-                def _page(j, finish=finish):
-                    copy = make(metric.at[table[0, 0, i * pages + j]], squares_s.at[j])
-                    copy.wait() if finish else copy.start()
-
-        copy_pages(lambda there, here: pltpu.make_async_copy(there, here, updated))
+        metric_pages(i, out=False, wait=True)
         squares = jnp.exp(power * (logits_s[i] - log_total))[:group]
         squares = jnp.sum(squares, axis=0, keepdims=True)
         for j in range(pages):
-            squares_s[j] += squares[:, j * b : (j + 1) * b]
-        copy_pages(lambda there, here: pltpu.make_async_copy(here, there, updated))
+            squares_s[lax.rem(i, 2), j] += squares[:, j * b : (j + 1) * b]
+        metric_pages(i, out=True, wait=False)
 
-    touched = chunks if observed is None else chunks * observed[row]
-    lax.fori_loop(0, touched, add_squares, None)
+    for last in (2, 1):
+
+        @pl.when(touched >= last)
+        def _written(last=last):
+            metric_pages(touched - last, out=True, wait=True)
 
 
 def paged_attention(
@@ -291,18 +311,18 @@ def paged_attention(
         out_specs.append(in_hbm)
         out_shape.append(jax.ShapeDtypeStruct((num_blocks, 1, b), jnp.float32))
     scratch = {
-        "k_s": pltpu.VMEM((2, pages, b, pools[0].shape[2]), pools[0].dtype),
-        "v_s": pltpu.VMEM((2, pages, b, pools[1].shape[2]), pools[1].dtype),
-        "fetched": pltpu.SemaphoreType.DMA((2, 2)),
-        "turn": pltpu.SMEM((1,), jnp.int32),
+        "k_s": pltpu.VMEM((RING, pages, b, pools[0].shape[2]), pools[0].dtype),
+        "v_s": pltpu.VMEM((RING, pages, b, pools[1].shape[2]), pools[1].dtype),
+        "fetched": pltpu.SemaphoreType.DMA((RING, 2)),
+        "turn": pltpu.SMEM((2,), jnp.int32),
     }
     for name, of in zip(("k_scale_s", "v_scale_s"), scales):
-        scratch[name] = pltpu.VMEM((2, pages, 1, b), of.dtype)
+        scratch[name] = pltpu.VMEM((RING, pages, 1, b), of.dtype)
     if keep:
         scratch |= {
             "logits_s": pltpu.VMEM((max_blocks // pages, padded, CHUNK), jnp.float32),
-            "squares_s": pltpu.VMEM((pages, 1, b), jnp.float32),
-            "updated": pltpu.SemaphoreType.DMA,
+            "squares_s": pltpu.VMEM((2, pages, 1, b), jnp.float32),
+            "updated": pltpu.SemaphoreType.DMA((2, 2)),
         }
 
     def body(*refs):
