@@ -1,5 +1,6 @@
 """Decode attention of one layer against the bytes it must read."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,24 +13,28 @@ from benchmarks.card.parts import Machine, Part, Program
 from benchmarks.kernels.cases import Case, paged_problem
 from kvjax.cli.throughput.limits import TIMED_SECONDS, median_seconds
 from kvjax.kernels import explain, paged_attention, plan_paged_attention
+from kvjax.kernels.paged_attention import PREFETCHING
 
 EXPECTED = 4.3e12
 """About the bytes per second of the memory: says how often to repeat a call."""
 
 
-def attention_part(case: Case, statistic: bool) -> Part:
-    """One case, with the statistic or without."""
-    name = f"attention: {case.name} b={case.block_size}{' + statistic' if statistic else ''}"
+def attention_part(case: Case, statistic: bool, prefetched: bool = False) -> Part:
+    """One case, with the statistic or without, also by the kernel's variant that loads entries of
+    the block table ahead."""
+    implementation = PREFETCHING if prefetched else None
+    name = f"attention: {case.name} b={case.block_size}"
+    name += f"{' + statistic' if statistic else ''}{' prefetched' if prefetched else ''}"
 
     def programs(machine: Machine) -> dict[str, Program]:
         problem = jax.eval_shape(lambda: paged_problem(case))
-        plan = _plan_of(problem, statistic)
+        plan = _plan_of(problem, statistic, implementation)
         with machine.device_of_calls():
             work = jax.eval_shape(plan, problem.lengths, problem.k)
         turns = 4 if machine.small else _turns(case)
         return {
             "plan": Program(plan, (problem.lengths, problem.k)),
-            "loop": Program(_loop(turns, statistic), (problem, work)),
+            "loop": Program(_loop(turns, statistic, implementation), (problem, work)),
         }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +43,8 @@ def attention_part(case: Case, statistic: bool) -> Part:
         turns = 4 if machine.small else _turns(case)
         seconds = median_seconds(lambda: compiled["loop"](problem, work)) / turns
         call = (problem.q, problem.k, problem.v, problem.tables[0], problem.lengths)
-        return shares(machine, seconds, case.kv_bytes, chosen=explain(paged_attention, *call))
+        chosen = explain(paged_attention, *call, implementation=implementation)
+        return shares(machine, seconds, case.kv_bytes, chosen=chosen)
 
     return Part(name, run, programs, seconds=8)
 
@@ -59,18 +65,19 @@ def _turns(case: Case) -> int:
     return max(8, min(400, math.ceil(TIMED_SECONDS / (case.kv_bytes / EXPECTED))))
 
 
-def _plan_of(problem: Any, statistic: bool) -> Callable[..., Any]:
+def _plan_of(problem: Any, statistic: bool, implementation: str | None) -> Callable[..., Any]:
     heads, width = problem.q.shape[1], problem.tables.shape[-1]
 
     def plan(lengths, k):
         return plan_paged_attention(
-            lengths, k, num_query_heads=heads, max_blocks=width, return_metric=statistic
-        )
+            lengths, k, num_query_heads=heads, max_blocks=width, return_metric=statistic,
+            implementation=implementation,
+        )  # fmt: skip
 
     return plan
 
 
-def _loop(turns: int, statistic: bool) -> Callable[..., Any]:
+def _loop(turns: int, statistic: bool, implementation: str | None) -> Callable[..., Any]:
     """So many calls on the device, each with the output of the one before as its queries."""
 
     def loop(problem, work):
@@ -78,10 +85,11 @@ def _loop(turns: int, statistic: bool) -> Callable[..., Any]:
 
         def turn(i, carry):
             q, metric = carry
-            call = (q, problem.k, problem.v, problem.tables[i % copies], problem.lengths)
-            if statistic:
-                return paged_attention(*call, work=work, metric=metric, return_metric=True)
-            return paged_attention(*call, work=work), metric
+            arrays = (q, problem.k, problem.v, problem.tables[i % copies], problem.lengths)
+            call = functools.partial(
+                paged_attention, *arrays, work=work, implementation=implementation
+            )
+            return call(metric=metric, return_metric=True) if statistic else (call(), metric)
 
         q, metric = lax.fori_loop(0, turns, turn, (problem.q, problem.metric))
         return q, jnp.sum(metric)

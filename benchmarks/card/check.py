@@ -136,7 +136,7 @@ def family_part(family: str) -> Part:
 
 
 def other_parts(small: bool) -> Iterator[Part]:
-    """Prefill attention and MoveCache, as `python -m benchmarks.kernels --only check` has them."""
+    """All but decode attention, as `python -m benchmarks.kernels --only check` has it."""
 
     def part(name: str, check: Callable[[], checks.Check]) -> Part:
         def run(machine: Machine, _: Any) -> dict[str, Any]:
@@ -150,6 +150,12 @@ def other_parts(small: bool) -> Iterator[Part]:
             check = functools.partial(checks.prefill_check, 60 if small else 1500, d, behind)
             yield part(f"prefill d={d}{' + prefix' if behind else ''}", check)
     yield part("move", functools.partial(checks.move_check, 60 if small else 3000))
+    for family in IN_A_HURRY[: 1 if small else 2]:
+        check = functools.partial(checks.append_check, family, 70 if small else 3000)
+        yield part(f"append {family}", check)
+    for d in (64,) if small else (64, 80, 128):
+        check = functools.partial(checks.received_check, 60 if small else 1500, d)
+        yield part(f"received d={d}", check)
 
 
 def ring_part(kind: Case) -> Part:

@@ -34,6 +34,8 @@ def groups(small: bool) -> tuple[Group, ...]:
         case for case in cases if case.model != "8B"
     ]
     attention = [attention_part(case, statistic) for case in cases for statistic in (False, True)]
+    # Variants of Hopper's kernel alone.
+    attention += [] if small else [attention_part(case, False, True) for case in cases[:4]]
     sizes = (2,) if small else (64, 256, 32, 128)
     methods = ("full", "kv-compress-continual")
     steps = [step_part(size, method) for size in sizes for method in methods]

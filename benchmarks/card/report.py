@@ -126,7 +126,11 @@ def _attention(rows: Parts) -> Iterator[Question]:
     def us(name: str) -> float | None:
         return rows[name]["us"] if name in rows else None
 
-    large = {n: r for n, r in rows.items() if r["bytes"] >= LARGE and "statistic" not in n}
+    large = {
+        n: r
+        for n, r in rows.items()
+        if r["bytes"] >= LARGE and "statistic" not in n and "prefetched" not in n
+    }
     for name, row in large.items():
         share = row["share_of_copy"]
         yield asked(f"attention, {name}: of the copy bandwidth", "≥ 85 %", share, at_least(0.85))
@@ -140,6 +144,11 @@ def _attention(rows: Parts) -> Iterator[Question]:
             each = (row["us"] / row["bytes"]) / (uniform["us"] / uniform["bytes"]) - 1
             what = f"attention, {name}: more per byte than uniform"
             yield asked(what, "≤ 5 %", each, at_most(0.05))
+    for name in rows:
+        plain = us(name.removesuffix(" prefetched"))
+        if name.endswith(" prefetched") and plain is not None:
+            what = f"attention, {name}: more time without"
+            yield asked(what, "", plain / us(name) - 1)  # type: ignore[operator]
     for name in rows:
         if " b=64" in name and us(name.replace(" b=64", " b=16")) is not None:
             more = us(name.replace(" b=64", " b=16")) / us(name) - 1  # type: ignore[operator]

@@ -1,6 +1,7 @@
 """What `--only check` compares: each kernel with the XLA reference in float32."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.kernels import Prefix, explain, move_kvs, paged_attention, prefill_attention
+from kvjax.kernels import (
+    Prefix,
+    append_and_attend,
+    explain,
+    move_kvs,
+    paged_attention,
+    prefill_attention,
+    prefill_attention_with_log_sum,
+    window_metrics,
+)
 from kvjax.kernels.paged_attention import reference, spec
 
 LIMITS = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 1e-2}
@@ -28,6 +38,8 @@ def checks(small: bool) -> Iterator[Check]:
         for with_prefix in (False, True):
             yield prefill_check(100 if small else 1500, d, with_prefix)
     yield move_check(100 if small else 3000)
+    yield append_check("llama-3.1-8b", 40 if small else 3000)
+    yield received_check(100 if small else 1500, 128)
 
 
 def relative(got, wanted) -> float:
@@ -161,3 +173,41 @@ def move_check(width: int) -> Check:
     pairs = zip(move_kvs(*call), move_kvs(*call, implementation="xla"), strict=True)
     errors = {name: relative(*pair) for name, pair in zip("kv", pairs, strict=True)}
     return "move", explain(move_kvs, *call), errors, 0.0
+
+
+def append_check(family: str, longest: int) -> Check:
+    """The newest KV of every head, which its page does not hold yet: pages must be exact."""
+    (q, k, v, table, lengths), metric, _ = decode_problem(spec.FAMILIES[family], longest)
+    last = jnp.maximum(lengths - 1, 0)
+    page = jnp.take_along_axis(table, (last // k.shape[1])[..., None], axis=-1)[..., 0]
+    at = jnp.where(lengths > 0, page, k.shape[0]), last % k.shape[1]
+    rows = [pool.at[at].get(mode="fill", fill_value=0) for pool in (k, v)]
+    without = [pool.at[at].set(jnp.nan, mode="drop") for pool in (k, v)]
+    call = jax.jit(functools.partial(append_and_attend, return_metric=True))
+    pools, (out, added) = call(q, *rows, *without, table, lengths, metric=metric)
+    exact = exactly((q, k, v, table, lengths), metric, lengths[:, 0] >= 0)
+    errors = {"out": relative(out, exact[0]), "metric": relative(added - metric, exact[2])}
+    for name, got, wanted in zip("kv", pools, (k, v), strict=True):
+        errors[name] = 0.0 if bool(jnp.array_equal(got, wanted, equal_nan=True)) else math.inf
+    chosen = explain(paged_attention, q, k, v, table, lengths)
+    return f"append {family}", chosen, errors, LIMITS[spec.FAMILIES[family].dtype]
+
+
+def received_check(tokens: int, d: int) -> Check:
+    """Attention received from all queries of a prompt, whose log-sum-exp is known."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((tokens, n, d)), jnp.bfloat16) for n in (12, 3))
+    at = jnp.arange(tokens, dtype=jnp.int32)
+
+    def received(q, k, log_sum, implementation):
+        return window_metrics(
+            q, k, query_position=at, log_sum=log_sum, implementation=implementation
+        )
+
+    with jax.default_matmul_precision("highest"):
+        wide = q.astype(jnp.float32), k.astype(jnp.float32)
+        log_sum = prefill_attention_with_log_sum(*wide, wide[1], implementation="xla")[1]
+        exact = received(*wide, log_sum, "xla")
+    error = relative(jax.jit(received, static_argnums=3)(q, k, log_sum, None), exact)
+    chosen = explain(window_metrics, q, k, log_sum=log_sum)
+    return f"received d={d}", chosen, {"received": error}, LIMITS["bfloat16"]

@@ -96,7 +96,13 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     import jax.numpy as jnp
 
     from benchmarks.kernels import cases
-    from kvjax.kernels import move_kvs, paged_attention, prefill_attention, window_metrics
+    from kvjax.kernels import (
+        append_and_attend,
+        move_kvs,
+        paged_attention,
+        prefill_attention,
+        window_metrics,
+    )
     from kvjax.kernels.paged_attention import spec
 
     def decode(q, k, v, table, lengths, metric):
@@ -119,6 +125,10 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     plain = spec.FAMILIES["llama-3.1-8b"]
     if only in "decode without metric":
         yield "decode without metric", paged_attention, plain.arguments(metric=False), ()
+    if only in "append and attend":
+        q, *rest = plain.arguments(metric=False)
+        rows = jax.ShapeDtypeStruct((plain.seqs, plain.heads, plain.head_dim), q.dtype)
+        yield "append and attend", append_and_attend, (q, rows, rows, *rest), (3, 4)
     if only in "decode power 1, observed":
         observed = jax.ShapeDtypeStruct((plain.seqs,), jnp.bool_)
         yield "decode power 1, observed", first_power, (*plain.arguments(), observed), (5,)
@@ -139,6 +149,12 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
         last = functools.partial(received_from_last, window_metrics)
         if only in f"window w={window}":
             yield f"window w={window}", last, (queries, keys), ()
+    for d in spec.HEAD_DIMS:
+        heads = [jax.ShapeDtypeStruct((8192, n, d), jnp.bfloat16) for n in (32, 8)]
+        log_sum = jax.ShapeDtypeStruct((32, 8192), jnp.float32)
+        if only in f"received d={d}":
+            every = functools.partial(received_from_all, window_metrics)
+            yield f"received d={d}", every, (*heads, log_sum), ()
     for method in ("full", "kv-compress-continual"):
         if only in f"steps {method}":
             yield f"steps {method}", *decode_steps(target, method)
@@ -154,6 +170,14 @@ def received_from_last(window_metrics: Callable, q, k):
 
     position = jnp.arange(k.shape[0] - q.shape[0], k.shape[0], dtype=jnp.int32)
     return window_metrics(q, k, query_position=position)
+
+
+def received_from_all(window_metrics: Callable, q, k, log_sum):
+    """Window metrics of all queries of a prompt, their softmax known."""
+    import jax.numpy as jnp
+
+    position = jnp.arange(k.shape[0], dtype=jnp.int32)
+    return window_metrics(q, k, query_position=position, log_sum=log_sum)
 
 
 def decode_steps(

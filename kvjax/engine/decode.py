@@ -8,7 +8,7 @@ the number of slots.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import cast, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from kvjax.cache.policy import DecodeRule, StepView
 from kvjax.cache.policy.observe import of_layer
 from kvjax.cache.store import put_slots, take_slots, unshare_slots
 from kvjax.engine.sampling import SamplingState, init_sampling, sample
-from kvjax.kernels import paged_attention, plan_paged_attention
+from kvjax.kernels import plan_paged_attention
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
 
@@ -148,8 +148,9 @@ def decode_step(
             lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False),
             (tables, lengths_of, works),
         )
-        kv = kv.write_newest(table, lengths, k[:, 0], v[:, 0], active)
-        call = functools.partial(paged_attention, q[:, 0], *kv.operands, table, lengths, work=work)
+        call = functools.partial(
+            kv.append_and_attend, q[:, 0], k[:, 0], v[:, 0], table, lengths, work=work
+        )
         step = StepView(
             layer, k[:, 0], v[:, 0], hidden[:, 0], position, table, lengths, touched,
             group=config.group_size,
@@ -158,7 +159,7 @@ def decode_step(
             planes = rule.before(planes, step)
         if rule is not None and power is not None:
             into = planes[rule.into]
-            out, added = call(
+            kv, (out, added) = call(
                 metric=into.reshape(into.shape[:2]),
                 return_metric=True,
                 power=power,
@@ -166,7 +167,7 @@ def decode_step(
             )
             planes = {**planes, rule.into: added.reshape(into.shape)}
         else:
-            out = cast(jax.Array, call())
+            kv, out = call()
         if rule is not None:
             planes = rule.after(planes, step, of_layer(rule.artefacts, artefacts or {}, layer))
         return (kv, planes), out[:, None].astype(q.dtype), None

@@ -7,7 +7,11 @@ no cache, no model.
 from kvjax.kernels.choice import explain
 from kvjax.kernels.encoded import Encoded
 from kvjax.kernels.move_kvs import move_kvs
-from kvjax.kernels.paged_attention import paged_attention, plan_paged_attention
+from kvjax.kernels.paged_attention import (
+    append_and_attend,
+    paged_attention,
+    plan_paged_attention,
+)
 from kvjax.kernels.prefill_attention import (
     Prefix,
     prefill_attention,
@@ -18,6 +22,7 @@ from kvjax.kernels.window_metrics import hit_intervals, window_metrics
 __all__ = [
     "Encoded",
     "Prefix",
+    "append_and_attend",
     "explain",
     "hit_intervals",
     "move_kvs",

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.kernels.paged_attention import mosaic_gpu_finish, spec
+from kvjax.kernels.paged_attention import (
+    mosaic_gpu,
+    mosaic_gpu_config,
+    mosaic_gpu_finish,
+    spec,
+    tpu,
+)
 from tests.kernels.paged import IMPLEMENTATIONS, assert_exact, problem, run_xla, tolerance
 
 BASE = spec.Shape(2, 2, 4, 128, 0, 16, 12)
@@ -117,6 +123,29 @@ def test_powers_and_observed_sequences(name: str, power: int, observed) -> None:
 )
 def test_powers_and_observed_sequences_on_hopper(power: int, observed) -> None:
     assert_exact("mosaic_gpu", problem(RAGGED, BASE, power=power, observed=observed))
+
+
+@pytest.mark.parametrize("ring", [2, 3])
+def test_rings_of_chunks_wrap(monkeypatch, ring: int) -> None:
+    """Chunks ahead are this head's, the next one's, or none; heads are longer and shorter than the
+    ring, and their metrics come and go chunk by chunk."""
+    monkeypatch.setattr(tpu, "RING", ring)
+    monkeypatch.setattr(tpu, "CHUNK", 32)
+    lengths = [[150, 0, 33], [1, 64, 0]]
+    assert_exact("tpu_checked", problem(lengths, shaped(heads=3, block_size=16, head_dim=64)))
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_table_entries_loaded_ahead(monkeypatch, block_size: int) -> None:
+    """Two of each warp, and warps without any."""
+    usual = mosaic_gpu.config
+
+    def config(*shape, **options) -> mosaic_gpu_config.Config:
+        return dataclasses.replace(usual(*shape, **options), prefetch_table=True)
+
+    monkeypatch.setattr(mosaic_gpu, "config", config)
+    p = problem(RAGGED, shaped(head_dim=64, block_size=block_size))
+    assert_exact("mosaic_gpu", p, with_metric=False)
 
 
 def test_parts_of_a_head_are_read_in_turns(monkeypatch) -> None:

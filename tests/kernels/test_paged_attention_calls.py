@@ -1,6 +1,7 @@
 """The public call: what it refuses, which implementation it picks, and the work list."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.kernels import explain, paged_attention, plan_paged_attention
-from kvjax.kernels.paged_attention import spec, worklist
+from kvjax.kernels.paged_attention import PREFETCHING, spec, worklist
 from tests.kernels.devices import A100, B200, H200, TPU_V5E
 from tests.kernels.paged import problem
 
@@ -104,6 +105,21 @@ def test_explains_the_choice() -> None:
     assert explained(TPU_V5E, SHAPE).startswith("tpu: mosaic_gpu does not serve device TPU v5 lite")
     assert explained(H200, SHAPE, implementation="xla") == "xla"
     assert explain(paged_attention, *SHAPE.arguments(metric=False)).startswith("xla: ")
+
+
+def test_a_variant_runs_where_it_is_asked_for() -> None:
+    assert explained(H200, SHAPE, implementation=PREFETCHING) == PREFETCHING
+    with pytest.raises(ValueError, match="'mosaic_gpu_prefetch', wanted one that serves device"):
+        explained(A100, SHAPE, implementation=PREFETCHING)
+    call = functools.partial(paged_attention, implementation=PREFETCHING)
+    with jax.sharding.use_abstract_mesh(H200):
+        ahead, usual = (
+            jax.jit(f).trace(*SHAPE.arguments(metric=False)).lower(lowering_platforms=("cuda",))
+            for f in (call, paged_attention)
+        )
+    ahead, usual = ahead.as_text(), usual.as_text()
+    assert ahead.count("custom_call @mosaic_gpu") == usual.count("custom_call @mosaic_gpu") == 2
+    assert ahead != usual
 
 
 def test_logits_beyond_32_bits_fall_back() -> None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.kernels import move_kvs, paged_attention
+from kvjax.kernels import append_and_attend, move_kvs, paged_attention, window_metrics
 from kvjax.kernels.paged_attention import spec
 from tests.kernels.devices import H200
 
@@ -104,6 +104,33 @@ def test_paged_attention(family: str, with_metric: bool) -> None:
         )  # fmt: skip
 
     assert protocol(call, *spec.FAMILIES[family].arguments()) == want
+
+
+def test_append_and_attend() -> None:
+    """The newest key and value come with the queries, are put into their tile and committed before
+    it is multiplied, and are copied out before the queries' slot is freed."""
+    q, *rest = spec.FAMILIES["llama-3.1-8b"].arguments(metric=False)
+    rows = jax.ShapeDtypeStruct((4, 2, 128), jnp.bfloat16)
+    words = protocol(append_and_attend, q, rows, rows, *rest)
+    tile = "wait2 commit2 wait commit arrive"
+    head = f"commit out {tile} out2 drain arrive drain commit out drain"
+    copy = COPY.replace("wait in wait", "wait in3 wait")
+    finish = "commit out drain"
+    assert words == {"paged_attention": f"{head} {copy}", "paged_attention_finish": finish}
+
+
+def test_window_metrics() -> None:
+    """Keys and a tile of queries (offsets and positions beside them) are awaited before they are
+    multiplied, a buffer of queries before it is filled again, and each of its phases at the end."""
+    q, k = (jax.ShapeDtypeStruct((600, n, 128), jnp.bfloat16) for n in (8, 2))
+    log_sum = jax.ShapeDtypeStruct((8, 600), jnp.float32)
+
+    def call(q, k, log_sum):
+        at = jnp.arange(600, dtype=jnp.int32)
+        return window_metrics(q, k, query_position=at, log_sum=log_sum)
+
+    want = {"attention_received": "wait2 arrive in wait in3 wait2"}
+    assert protocol(call, q, k, log_sum) == want
 
 
 def test_move_kvs() -> None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain
-from kvjax.kernels import move_kvs
+from kvjax.kernels import append_and_attend, move_kvs, paged_attention
+from kvjax.kernels.paged_attention import reference
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -103,12 +104,34 @@ class KVPool:
         context_len: Int32[Array, "S H"],
         k: Float[Array, "S H d"],
         v: Float[Array, "S H d"],
-        active: Bool[Array, " S"],
+        active: Bool[Array, " S"] | None = None,
     ) -> "KVPool":
         """With the newest KV of one layer written: the last one that `context_len` counts."""
         return self._with(
             lambda pool, rows: write_newest(pool, block_table, context_len, rows, active), k, v
         )
+
+    def append_and_attend(
+        self,
+        q: Float[Array, "S Hr d"],
+        k: Float[Array, "S H d"],
+        v: Float[Array, "S H d"],
+        block_table: Int32[Array, "S H M"],
+        context_len: Int32[Array, "S H"],
+        **options: Any,
+    ) -> tuple["KVPool", Any]:
+        """With the newest KV of one layer written, of heads that `context_len` counts any of, and
+        what `paged_attention` (with its options) makes of queries and all KVs."""
+        if isinstance(self.codec, Plain):
+            keys, values = self._codecs
+            pools, attended = append_and_attend(
+                q, keys.encode(k), values.encode(v), *self.operands, block_table, context_len,
+                **options,
+            )  # fmt: skip
+            return KVPool(*pools, self.codec), attended
+        pool = self.write_newest(block_table, context_len, k, v)
+        attended = paged_attention(q, *pool.operands, block_table, context_len, **options)
+        return pool, attended
 
     def move(
         self,
@@ -174,14 +197,12 @@ def write_newest(
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     values: Num[Array, "S H *d"],
-    active: Bool[Array, " S"],
+    active: Bool[Array, " S"] | None = None,
 ) -> Num[Array, "N b *d"]:
-    """Write one pool's value of the newest KV of one layer."""
-    num_blocks, b = pool.shape[:2]
-    last = jnp.maximum(context_len - 1, 0)
-    block = jnp.take_along_axis(block_table, (last // b)[..., None], axis=-1)[..., 0]
-    block = jnp.where(active[:, None] & (context_len > 0), block, num_blocks)
-    return scattered(pool, (block, last % b), values)
+    """Write one pool's value of the newest KV of one layer; of all slots by default."""
+    if active is not None:
+        context_len = jnp.where(active[:, None], context_len, 0)
+    return reference.write_newest(pool, block_table, context_len, values)
 
 
 def write_layer(

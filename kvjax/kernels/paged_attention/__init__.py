@@ -1,16 +1,24 @@
 """Attention of one query per sequence over a paged cache with its own length for every KV head."""
 
+import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Int32
 
+from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
 from kvjax.kernels.encoded import Encoded, form_of
 from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.worklist import WorkList
+
+PREFETCHING = "mosaic_gpu_prefetch"
+"""What "mosaic_gpu" does, with entries of the block table loaded ahead of their pages. Whether that
+is faster only a card can say: it runs where it is asked for."""
+ON_HOPPER = ("mosaic_gpu", PREFETCHING)
 
 
 def paged_attention(
@@ -43,8 +51,8 @@ def paged_attention(
             (KV-Compress, equation 20). A block may then belong to one head only.
         power: 1 or 2 (static).
         observed: sequences whose metrics are added to; all by default.
-        implementation: "mosaic_gpu" (Hopper), "tpu" or "xla"; None picks by device and shape
-            (`kvjax.kernels.explain` says which and why).
+        implementation: "mosaic_gpu" (Hopper), its variant "mosaic_gpu_prefetch", "tpu" or "xla";
+            None picks by device and shape (`kvjax.kernels.explain` says which and why).
         work: what `plan_paged_attention` gave for these lengths; made here if None.
         debug: check lengths and table entries on the host where their values are known; None
             asks the environment variable KVJAX_DEBUG.
@@ -53,22 +61,91 @@ def paged_attention(
         ValueError: an argument does not fit; names it, what it got and what is wanted. Raised
             before any device code runs.
     """
+    statistic = {
+        "metric": metric, "return_metric": return_metric, "power": power, "observed": observed
+    }  # fmt: skip
     chosen = choice(
         q, k, v, block_table, context_len,
-        scale=scale, metric=metric, return_metric=return_metric, power=power, observed=observed,
-        implementation=implementation,
+        scale=scale, implementation=implementation, **statistic,
     )  # fmt: skip
+    return _attend(
+        chosen, q, k, v, block_table, context_len, work=work, debug=debug, **statistic
+    )[1]  # fmt: skip
+
+
+def append_and_attend(
+    q: Float[Array, "S Hr d"],
+    new_k: Float[Array, "S H d"],
+    new_v: Float[Array, "S H d"],
+    k: Float[Array, "N b d"],
+    v: Float[Array, "N b d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    **options: Any,
+) -> tuple[tuple[Float[Array, "N b d"], Float[Array, "N b d"]], Any]:
+    """Write the newest key and value of every head to the pool, then attend to all of them.
+
+    Args:
+        q, k, v, block_table: as of `paged_attention`; the pools are arrays.
+        new_k: keys, in the pool's dtype.
+        new_v: values, the same.
+        context_len: KVs of each head, the newest included; heads with 0 are passed over.
+        options: those of `paged_attention`.
+
+    Returns:
+        The pools, and what `paged_attention` returns.
+
+    Raises:
+        ValueError: as `paged_attention`.
+    """
+    chosen = choice(q, k, v, block_table, context_len, **options)
+    for name, rows, pool in (("new_k", new_k, k), ("new_v", new_v, v)):
+        if rows.shape != (*context_len.shape, k.shape[2]):
+            raise wanted(f"{name} shape", list(rows.shape), [*context_len.shape, k.shape[2]])
+        if rows.dtype != pool.dtype:
+            raise wanted(f"{name} dtype", rows.dtype, f"that of the pool, {pool.dtype}")
+    return _attend(chosen, q, k, v, block_table, context_len, newest=(new_k, new_v), **options)
+
+
+def _attend(
+    chosen: Choice,
+    q: Array,
+    k: Array | Encoded,
+    v: Array | Encoded,
+    block_table: Array,
+    context_len: Array,
+    *,
+    newest: tuple[Array, Array] | None = None,
+    metric: Array | None = None,
+    return_metric: bool = False,
+    power: int = 2,
+    observed: Array | None = None,
+    work: WorkList | None = None,
+    debug: bool | None = None,
+    **_: Any,
+) -> tuple[tuple[Any, Any], Any]:
+    """The pools, with `newest` keys and values where there are any, and what `paged_attention`
+    returns, by the implementation that is chosen."""
     if spec.debugging() if debug is None else debug:
         spec.check_table(block_table, context_len, k.shape[0], k.shape[1])
+    pools: tuple[Any, Any] = (k, v)
+    if newest is not None and chosen.name not in ON_HOPPER:
+        k, v = (
+            reference.write_newest(pool, block_table, context_len, rows)
+            for pool, rows in zip(pools, newest, strict=True)
+        )
+        pools = (k, v)
     metric = metric if return_metric else None
     arguments: tuple[Any, ...] = (q, k, v, block_table, context_len)
     statistic = {"metric": metric, "power": power, "observed": observed}
-    if chosen.name == "mosaic_gpu":
+    if chosen.name in ON_HOPPER:
         from kvjax.kernels.paged_attention import mosaic_gpu
 
-        out, metric = mosaic_gpu.paged_attention(
-            *arguments, c=chosen.config, work=work, **statistic
-        )
+        options = {"c": chosen.config, "work": work, **statistic}
+        if newest is None:
+            out, metric = mosaic_gpu.paged_attention(*arguments, **options)
+        else:
+            pools, out, metric = mosaic_gpu.append_and_attend(q, *newest, *arguments[1:], **options)
     elif chosen.name == "tpu":
         from kvjax.kernels.paged_attention import tpu
 
@@ -76,7 +153,7 @@ def paged_attention(
     else:
         out, metric = reference.paged_attention(*arguments, **chosen.config, **statistic)
     out = out.astype(q.dtype)
-    return out if metric is None else (out, metric)
+    return pools, out if metric is None else (out, metric)
 
 
 def choice(
@@ -134,6 +211,9 @@ def _choose(
         return {"scale": scale, "rows_at_once": rows}
 
     candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
+    if implementation == PREFETCHING:
+        prefetching = functools.partial(dataclasses.replace, prefetch_table=True)
+        candidates = {PREFETCHING: lambda where: prefetching(mosaic_gpu(where)), **candidates}
     return choose(implementation, candidates, argument)
 
 
@@ -174,7 +254,7 @@ def plan_paged_attention(
         (form_of(k), form_of(k)),
     )
     chosen = _choose(shape, k, None, return_metric, implementation)
-    if chosen.name != "mosaic_gpu":
+    if chosen.name not in ON_HOPPER:
         return None
     from kvjax.kernels.paged_attention import mosaic_gpu
 

@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.kernels.encoded import Encoded, form_of, turned
 from kvjax.kernels.paged_attention import mosaic_gpu_finish as finishing
 from kvjax.kernels.paged_attention import worklist
-from kvjax.kernels.paged_attention.mosaic_gpu_attend import LOG2E, TILE, Config, attend
+from kvjax.kernels.paged_attention.mosaic_gpu_attend import attend
 from kvjax.kernels.paged_attention.mosaic_gpu_codes import FORMS, Form
+from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, TILE, Config
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 from kvjax.kernels.paged_attention.worklist import WorkList
 
@@ -50,9 +51,11 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int) -> Conf
         raise NotImplementedError(
             f"logits of {_num_tiles(shape) * TILE} KVs, served are fewer than 2^31"
         )
-    two = dataclasses.replace(draft, stages=2)
-    room = SHARED_MEMORY // per_core - RESERVED - draft.shared_bytes()
-    stages = 1 + room // (two.shared_bytes() - draft.shared_bytes())
+    # Where newest rows are appended they take room, too.
+    one = draft if forms else dataclasses.replace(draft, newest_at=0)
+    two = dataclasses.replace(one, stages=2)
+    room = SHARED_MEMORY // per_core - RESERVED - one.shared_bytes()
+    stages = 1 + room // (two.shared_bytes() - one.shared_bytes())
     return dataclasses.replace(draft, stages=min(MAX_STAGES, stages))
 
 
@@ -89,13 +92,56 @@ def build_work(context_len: Int32[Array, "S H"], c: Config) -> WorkList:
 
 
 def _operands(q: Float[Array, "rows r d"], c: Config) -> Float[Array, "rows parts R d"]:
-    """Queries padded to R per KV head, in the tensor core's type: as they are, or two halves."""
-    q = jnp.pad(q, ((0, 0), (0, c.padded_group - c.group), (0, 0)))
+    """Queries, and what stands behind them, padded to R per KV head or to whole tiles of 8 if they
+    are more, in the tensor core's type: as they are, or two halves."""
+    size = max(c.padded_group, -(-q.shape[1] // 8) * 8)
+    q = jnp.pad(q, ((0, 0), (0, size - q.shape[1]), (0, 0)))
     high = q.astype(c.operand_dtype)
     if not c.halves:
         return high[:, None]
     low = (q.astype(jnp.float32) - high.astype(jnp.float32)).astype(c.operand_dtype)
     return jnp.stack([high, low], axis=1)
+
+
+def append_and_attend(
+    q: Float[Array, "S Hr d"],
+    new_k: Float[Array, "S H d"],
+    new_v: Float[Array, "S H d"],
+    k: Float[Array, "N b d"],
+    v: Float[Array, "N b d"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    *,
+    c: Config,
+    **options: Any,
+) -> tuple[
+    tuple[Float[Array, "N b d"], Float[Array, "N b d"]],
+    Float[Array, "S Hr d"],
+    Float[Array, "N b"] | None,
+]:
+    """See `kvjax.kernels.append_and_attend`: the pools, the output and the metric.
+
+    Where the tensor core takes rows as they are, queries, key and value of a head are one array,
+    which one fusion of XLA writes: what stands behind the queries are columns of attention that
+    nobody reads. `options`: those of `paged_attention`.
+    """
+    num_seqs, num_heads, d = new_k.shape
+    rows = num_seqs * num_heads
+    q_of_heads = q.reshape(rows, c.group, d)
+    pair = jnp.stack([new_k.reshape(rows, d), new_v.reshape(rows, d)], axis=1)
+    if c.halves:
+        queries, newest = _operands(q_of_heads, c), pair
+        c = dataclasses.replace(c, newest_at=0)
+    else:
+        queries = _operands(jnp.concatenate([q_of_heads.astype(pair.dtype), pair], axis=1), c)
+        newest, c = queries[:, 0], dataclasses.replace(c, newest_at=c.group)
+    pools = jax.new_ref(k), jax.new_ref(v)
+    out, metric = _attend(
+        q, k, v, block_table, context_len, c=c, queries=queries, newest=newest, pools=pools,
+        **options,
+    )  # fmt: skip
+    new_pools = jax.freeze(pools[0]), jax.freeze(pools[1])
+    return new_pools, out, metric
 
 
 def paged_attention(
@@ -117,6 +163,35 @@ def paged_attention(
     float32 pools are computed to 16 bits of mantissa; the output is of the pool's type, of codes
     float32. `interpret`: an `InterpretGPUParams`.
     """
+    rows = q.shape[0] * block_table.shape[1]
+    queries = _operands(turned(k, q).reshape(rows, c.group, q.shape[2]), c)
+    pools: list[Any] = [k, v]
+    if isinstance(k, Encoded) and isinstance(v, Encoded):
+        pools = [k.codes.stored, v.codes.stored, k.codes.scale, v.codes.scale]
+    return _attend(
+        q, k, v, block_table, context_len, c=c, queries=queries, newest=None, pools=pools,
+        metric=metric, power=power, observed=observed, work=work, interpret=interpret,
+    )  # fmt: skip
+
+
+def _attend(
+    q: Array,
+    k: Array | Encoded,
+    v: Array | Encoded,
+    block_table: Array,
+    context_len: Array,
+    *,
+    c: Config,
+    queries: Array,
+    newest: Array | None,
+    pools: Any,
+    metric: Array | None = None,
+    power: int = 2,
+    observed: Array | None = None,
+    work: WorkList | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array | None]:
+    """Both kernels, on operands and what is stored of the pools (with `newest` refs to them)."""
     num_seqs, _, d = q.shape
     num_heads, max_blocks = block_table.shape[1:]
     rows = num_seqs * num_heads
@@ -128,10 +203,6 @@ def paged_attention(
             f"and {TILE}: plan with the arguments of the call"
         )
     table = block_table.reshape(rows, max_blocks)
-    queries = _operands(turned(k, q).reshape(rows, c.group, d), c)
-    pools: list[Any] = [k, v]
-    if isinstance(k, Encoded) and isinstance(v, Encoded):
-        pools = [k.codes.stored, v.codes.stored, k.codes.scale, v.codes.scale]
     call = functools.partial(
         plgpu.kernel,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -154,10 +225,11 @@ def paged_attention(
         ]
 
     def attend_body(*refs, **scratch):
-        given, written = refs[: 4 + len(pools)], refs[4 + len(pools) :]
+        given, written = refs[: 4 + len(pools)], list(refs[4 + len(pools) :])
         scales = () if len(pools) > 2 else (None, None)
+        rows_given = None if newest is None else written.pop(0)
         kept = () if c.keep_logits else (None, None)
-        attend(*given, *scales, *written, *kept, **scratch, c=c)
+        attend(*[*given, *scales, rows_given, *written, *kept], **scratch, c=c)
 
     out, part, part_lse, *kept = call(
         attend_body,
@@ -168,7 +240,7 @@ def paged_attention(
         thread_name="thread",
         scratch_types=c.attend_scratch(),
         kernel_name="paged_attention",
-    )(work.heads, work.spans, table, queries, *pools)
+    )(work.heads, work.spans, table, queries, *pools, *([] if newest is None else [newest]))
     # Written head by head: shared ones are still missing.
     out_ref, statistic, metric_ref = jax.new_ref(out), [], None
     if metric is not None:

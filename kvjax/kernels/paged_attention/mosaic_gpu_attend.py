@@ -12,9 +12,7 @@ share are finished by `mosaic_gpu_finish.py`. Logits and log-sum-exps are in uni
 carries log₂ e).
 """
 
-import dataclasses
 import functools
-import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,158 +20,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.paged_attention import mosaic_gpu_codes as codes
+from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, TILE, WARPS, Config
 from kvjax.kernels.paged_attention.worklist import Head, Span
 
-LOG2E = math.log2(math.e)
-WARPS = 4
-TILE = 64
-"""KVs per tile: the rows of one tensor core instruction, and the largest block size."""
+MIDDLE, BEGINS, WHOLE, ENDS = range(4)
+"""What of a head falls to one program."""
 
 WGMMA = plgpu.Layout.WGMMA
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 PER_QUERY_HEAD = WGMMA.reduce(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Static description of one kernel instance."""
-
-    dtype: jnp.dtype
-    """Of rows."""
-    head_dim: int
-    block_size: int
-    group: int
-    """r, query heads per KV head."""
-    padded_group: int
-    """R, `group` rounded up to 8 or 16."""
-    stages: int
-    """Tiles of K and of V in flight per program."""
-    programs: int
-    scale: float
-    """Factor of the logits, log₂ e included."""
-    keep_logits: bool
-    forms: tuple[codes.Form, codes.Form] | None = None
-    """How codes of keys and of values are read, where pools hold codes instead of rows."""
-
-    @property
-    def pages(self) -> int:
-        """Pages per tile."""
-        return TILE // self.block_size
-
-    @property
-    def halves(self) -> bool:
-        """Whether queries and weights are two operands of half the bits for the tensor core.
-
-        Its own float32 mode rounds operands to 11 bits; the sum of two bfloat16 keeps 16.
-        """
-        return self.dtype == jnp.float32
-
-    @property
-    def split(self) -> bool:
-        """Whether rows of the pool are two such operands, too; codes are exact in one."""
-        return self.halves and self.forms is None
-
-    @property
-    def operand_dtype(self) -> jnp.dtype:
-        """Type of the tensor core's operands."""
-        if self.forms is not None:
-            return jnp.dtype(self.forms[0].operand)
-        return jnp.dtype(jnp.bfloat16) if self.halves else self.dtype
-
-    @property
-    def parts(self) -> int:
-        """Operands per query and weight."""
-        return 2 if self.halves else 1
-
-    @property
-    def out_dtype(self) -> jnp.dtype:
-        """Type of the output: where pools hold codes, it may still have to be turned."""
-        return self.dtype if self.forms is None else jnp.dtype(jnp.float32)
-
-    @property
-    def stored(self) -> tuple[jnp.dtype, jnp.dtype]:
-        """Types of what the pools of keys and of values hold."""
-        if self.forms is None:
-            return self.dtype, self.dtype
-        return jnp.dtype(self.forms[0].stored), jnp.dtype(self.forms[1].stored)
-
-    @property
-    def unit(self) -> float:
-        """Factor of the weights that are summed; the output is divided by it."""
-        return 1.0 if self.forms is None else self.forms[1].unit
-
-    @property
-    def channels(self) -> tuple[tuple[int, int], ...]:
-        """(first, count) of the channel ranges that outᵀ is computed in, each a multiple of 64.
-
-        Head dimensions 80 and 96 take two ranges of 64 that overlap.
-        """
-        if self.head_dim % 64:
-            return ((0, 64), (self.head_dim - 64, 64))
-        return ((0, self.head_dim),)
-
-    def columns(self, dtype: jnp.dtype, width: int | None = None) -> int:
-        """Columns per tile of shared memory: the widest swizzle that divides a row, which is of all
-        channels or of some of them."""
-        itemsize, width = jnp.dtype(dtype).itemsize, width or self.head_dim
-        return next(n for n in (128, 64, 32) if width * itemsize % n == 0) // itemsize
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Elements of a row of what the pools of keys and of values hold."""
-        forms = self.forms or (codes.ROWS, codes.ROWS)
-        return self.head_dim // forms[0].packed, self.head_dim // forms[1].packed
-
-    def _tiled(self, shape: tuple[int, ...], dtype: jnp.dtype, width: int | None = None):
-        """Shared memory in tiles for rows of `width`."""
-        columns = self.columns(dtype, width)
-        transforms = (
-            plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(  # pyright: ignore[reportAbstractUsage]
-                columns * jnp.dtype(dtype).itemsize
-            ),
-        )
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-    def out_scratch(self):
-        """Shared memory for the finished output of one head."""
-        shape = (len(self.channels), self.padded_group, self.channels[0][1])
-        return plgpu.SMEM(shape, self.out_dtype)
-
-    def attend_scratch(self) -> dict:
-        """Shared memory and barriers of `attend`."""
-        r, d, stages, parts = self.padded_group, self.head_dim, self.stages, self.parts
-        operand, (k, v), widths = self.operand_dtype, self.stored, self.widths
-        arrivals = self.pages * (1 if self.forms is None else 3)
-        scales, at_once = dict.fromkeys(("scales_s", "flat_s")), widths
-        if self.forms is not None:
-            at_once = tuple(form.columns(n) for form, n in zip(self.forms, widths))
-            scales = codes.scratch(stages, self.block_size)
-        # A product's operands have one swizzle, and are written by so many columns of codes.
-        narrow = min(at_once)
-        converted = (2, TILE, d) if self.split else (1, TILE, d)
-        return {
-            "q_s": self._tiled((2, parts, r, d), operand, narrow),
-            "k_s": self._tiled((stages, TILE, widths[0]), k, at_once[0]),
-            "v_s": self._tiled((stages, TILE, widths[1]), v, at_once[1]),
-            "operand_s": self._tiled(converted, operand, narrow) if operand != k else None,
-            "p_s": self._tiled((parts, r, TILE), operand, narrow),
-            "out_s": self.out_scratch(),
-            "logits_s": plgpu.SMEM((2, r, TILE), jnp.float32) if self.keep_logits else None,
-            "q_full": plgpu.Barrier(num_arrivals=parts, num_barriers=2),
-            "q_free": plgpu.Barrier(num_barriers=2),
-            "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            "v_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
-            "free": plgpu.Barrier(num_barriers=stages),
-            **scales,
-        }
-
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of `attend`, without barriers."""
-        refs = [
-            x for x in self.attend_scratch().values() if isinstance(x, type(self.out_scratch()))
-        ]
-        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in refs)
 
 
 def repeat(x, like):
@@ -223,11 +78,12 @@ def attend(
     heads,  # [rows, 4] i32
     spans,  # [P, 8] i32
     table,  # [rows, M] i32
-    q,  # [rows, parts, R, d]
+    q,  # [rows, parts, R or more, d]
     k,  # [N, b, d]
     v,  # [N, b, d]
     k_scale,  # [N, b] bf16, or None
     v_scale,  # [N, b] bf16, or None
+    newest,  # [rows, n, d], or None; k and v are written to then
     out,  # [rows, r, d], of heads that no other program shares
     part,  # [2, P, ranges, channels, R] f32, of shared heads: what came before p, what begins there
     part_lse,  # [2, P + …, R] f32, the same
@@ -241,6 +97,7 @@ def attend(
     p_s,  # [parts, R, tile]
     out_s,  # [ranges, R, channels]
     logits_s,  # [2, R, tile] f32, or None
+    newest_s,  # [2, k or v, padded d], or None
     q_full,
     q_free,
     k_full,
@@ -256,14 +113,24 @@ def attend(
 
     # One warpgroup copies.
 
-    def copy_page(row, length, t, slot, j):
+    def newest_row(slot, n):
+        return newest_s.at[slot, pl.ds(n, 1), pl.ds(0, c.head_dim)]
+
+    def entries(t, head, warp):
+        """A warp's entries of the block table for a tile, or its head's last one beyond it."""
+        last = lax.div(head.length - 1, c.block_size)
+        first = t * c.pages + warp
+        mine = range(0, c.pages, WARPS)
+        return tuple(table[head.row, jnp.minimum(first + j, last)] for j in mine)
+
+    def copy_page(row, length, t, slot, j, ahead):
         page_index = t * c.pages + j
         token = page_index * c.block_size
         inside = pl.ds(j * c.block_size, c.block_size)
 
         @pl.when(token < length)
         def _copy():
-            page = table[row, page_index]
+            page = ahead[j // WARPS] if c.prefetch_table else table[row, page_index]
             plgpu.copy_gmem_to_smem(k.at[page], k_s.at[slot, inside], k_full.at[slot])
             plgpu.copy_gmem_to_smem(v.at[page], v_s.at[slot, inside], v_full.at[slot])
             if scales_s is not None:
@@ -276,17 +143,20 @@ def attend(
                 plgpu.barrier_arrive(k_full.at[slot])
             plgpu.barrier_arrive(v_full.at[slot])
 
-    def copy_tile(t, step, *, head, warp):
+    def copy_tile(t, carry, *, head, warp):
+        step, ahead = carry
         slot = lax.rem(step, c.stages)
+        # Before anything is waited for.
+        following = entries(t + 1, head, warp) if c.prefetch_table else ()
 
         @pl.when(step >= c.stages)
         def _wait():
             plgpu.barrier_wait(free.at[slot])
 
         for j in range(c.pages):
-            copy = functools.partial(copy_page, head.row, head.length, t, slot, j)
+            copy = functools.partial(copy_page, head.row, head.length, t, slot, j, ahead)
             pl.when(warp == j % WARPS)(copy)
-        return step + 1
+        return step + 1, following
 
     def copy_head(i, step, *, warp):
         head = Head.read(heads, span.first + i, span, TILE)
@@ -300,10 +170,16 @@ def attend(
 
             # One by one: with both halves a tile of 16 query heads has more axes than a copy may.
             for part in range(c.parts):
-                plgpu.copy_gmem_to_smem(q.at[head.row, part], q_s.at[slot, part], q_full.at[slot])
+                mine = q.at[head.row, part, pl.ds(0, c.padded_group)]
+                plgpu.copy_gmem_to_smem(mine, q_s.at[slot, part], q_full.at[slot])
+            for n in range(0 if c.newest_at is None else 2):
+                rows = newest.at[head.row, pl.ds((c.newest_at or 0) + n, 1)]
+                plgpu.copy_gmem_to_smem(rows, newest_row(slot, n), q_full.at[slot])
 
+        ahead = entries(head.begin, head, warp) if c.prefetch_table else ()
         copy = functools.partial(copy_tile, head=head, warp=warp)
-        return lax.fori_loop(head.begin, head.end, copy, step)
+        step, _ = lax.fori_loop(head.begin, head.end, copy, (step, ahead))
+        return step
 
     def copy_all(warp):
         copy = functools.partial(copy_head, warp=warp)
@@ -324,6 +200,17 @@ def attend(
             columns = (slice(None), pl.ds(first, count))
             value = plgpu.load(tile.at[columns], layout=WGMMA)
             _store_parts(operand_s.at[:, *columns], _before(value, end), c)
+        plgpu.commit_smem()
+
+    def put(tile_s, row_s, end):
+        """A tile of rows with the newest one, the last before its head's end, and zeros behind."""
+        count = c.columns(tile_s.dtype)
+        for first in range(0, c.head_dim, count):
+            columns = (slice(None), pl.ds(first, count))
+            value = plgpu.load(tile_s.at[columns], layout=WGMMA)
+            row = plgpu.load(row_s.at[pl.ds(first, count)], layout=PER_QUERY_HEAD, optimized=False)
+            value = jnp.where(row_iota(value.shape) < end - 1, value, repeat(row, value))
+            tile_s[columns] = _before(value, end)
         plgpu.commit_smem()
 
     def keys(slot):
@@ -348,11 +235,12 @@ def attend(
             split(v_s.at[slot], end)
             return lambda part: operand_s.at[part]
 
-        @pl.when(end < TILE)
-        def _clear():
+        def clear():
             v_s[slot] = _before(plgpu.load(v_s.at[slot], layout=WGMMA), end)
             plgpu.commit_smem()
 
+        if newest_s is None:
+            pl.when(end < TILE)(clear)
         return lambda _: v_s.at[slot]
 
     def attend_tile(t, carry, *, head, q_slot):
@@ -362,6 +250,8 @@ def attend(
 
         plgpu.barrier_wait(k_full.at[slot])
         queries = lambda i: q_s.at[q_slot, i].transpose((1, 0))  # noqa: E731
+        if newest_s is not None:
+            pl.when(end <= TILE)(lambda: put(k_s.at[slot], newest_s.at[q_slot, 0], end))
         if flat_s is not None:
             # First, because warps meet there: one may still multiply by the tile before.
             of_keys, of_values = codes.tile_scales(scales_s.at[slot], flat_s)
@@ -386,6 +276,8 @@ def attend(
             plgpu.commit_smem()
 
         plgpu.barrier_wait(v_full.at[slot])
+        if newest_s is not None:
+            pl.when(end <= TILE)(lambda: put(v_s.at[slot], newest_s.at[q_slot, 1], end))
         tile = values(slot, end)
         weights = lambda i: p_s.at[i].transpose((1, 0))  # noqa: E731
 
@@ -402,6 +294,10 @@ def attend(
         head = Head.read(heads, span.first + i, span, TILE)
         q_slot = lax.rem(i, 2)
         plgpu.barrier_wait(q_full.at[q_slot])
+        # What becomes of the head is one number while the loop runs: registers are short there.
+        ends = head.end == head.tiles
+        first, later = jnp.where(ends, WHOLE, BEGINS), jnp.where(ends, ENDS, MIDDLE)
+        fate = head.row * 4 + jnp.where(head.begin == 0, first, later)
         nothing = tuple(_full((n, c.padded_group), 0, WGMMA) for _, n in c.channels)
         lowest = _full((c.padded_group,), -jnp.inf, PER_QUERY_HEAD)
         accs, top, total, step = lax.fori_loop(
@@ -410,22 +306,33 @@ def attend(
             functools.partial(attend_tile, head=head, q_slot=q_slot),
             (nothing, lowest, _full((TILE, c.padded_group), 0, WGMMA), step),
         )
+        row, part_of_head = lax.div(fate, 4), lax.rem(fate, 4)
+        if newest_s is not None:
+
+            @pl.when(part_of_head >= WHOLE)
+            def _append():
+                last = head.length - 1
+                page = table[row, lax.div(last, c.block_size)]
+                place = pl.ds(lax.rem(last, c.block_size), 1)
+                for n, pool in enumerate((k, v)):
+                    plgpu.copy_smem_to_gmem(newest_row(q_slot, n), pool.at[page, place])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
         plgpu.barrier_arrive(q_free.at[q_slot])
         weight = total.sum(axis=0)
         accs = [acc / repeat(weight * c.unit, acc) for acc in accs]
         head_lse = top + jnp.log(weight) * LOG2E
-        whole = jnp.logical_and(head.begin == 0, head.end == head.tiles)
 
-        @pl.when(whole)
+        @pl.when(part_of_head == WHOLE)
         def _finish():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            write_out(head.row, accs, out, out_s, c)
+            write_out(row, accs, out, out_s, c)
             if lse is not None:
-                lse[head.row] = head_lse
+                lse[row] = head_lse
 
-        @pl.when(jnp.logical_not(whole))
+        @pl.when(part_of_head != WHOLE)
         def _hand_over():
-            begins = jnp.where(head.begin == 0, 1, 0)
+            begins = jnp.where(part_of_head == BEGINS, 1, 0)
             for n, acc in enumerate(accs):
                 part[begins, program, n] = acc
             part_lse[begins, program] = head_lse

@@ -14,16 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.paged_attention.mosaic_gpu_attend import (
-    LOG2E,
     PER_QUERY_HEAD,
-    TILE,
-    WARPS,
     WGMMA,
-    Config,
     repeat,
     row_iota,
     write_out,
 )
+from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, TILE, WARPS, Config
 from kvjax.kernels.paged_attention.worklist import Head, Span
 
 UNIT = 256

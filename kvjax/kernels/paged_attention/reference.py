@@ -9,7 +9,7 @@ are multiplied: queries and outputs are turned instead of rows, and logits and w
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.kernels.encoded import Encoded, Factors, factors_of, turned
 
@@ -17,6 +17,21 @@ CHUNK_TOKENS = 128
 """KVs gathered from each head at once."""
 ROWS_ON_CPU = 32
 """Heads that are worked on at once: their pages stay in the caches of a core."""
+
+
+def write_newest(
+    pool: Num[Array, "N b *w"],
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    values: Num[Array, "S H *w"],
+) -> Num[Array, "N b *w"]:
+    """A pool with the value of the newest KV of every head that has any: the last that
+    `context_len` counts."""
+    num_blocks, b = pool.shape[:2]
+    last = jnp.maximum(context_len - 1, 0)
+    block = jnp.take_along_axis(block_table, (last // b)[..., None], axis=-1)[..., 0]
+    block = jnp.where(context_len > 0, block, num_blocks)
+    return pool.at[block, last % b].set(values.astype(pool.dtype), mode="drop")
 
 
 def paged_attention(
