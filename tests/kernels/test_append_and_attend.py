@@ -63,7 +63,7 @@ RUN = {"xla": run_xla, "mosaic_gpu": run_mosaic_gpu}
         ("mosaic_gpu", "bfloat16", 4),
         ("mosaic_gpu", "float32", 4),
         # Queries, key and value are more rows than the tensor core takes.
-        ("mosaic_gpu", "bfloat16", 8),
+        pytest.param("mosaic_gpu", "bfloat16", 8, marks=pytest.mark.slow),
     ],
 )
 def test_newest_are_written_and_attended_to(name: str, dtype: str, group: int) -> None:

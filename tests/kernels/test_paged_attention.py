@@ -125,7 +125,7 @@ def test_powers_and_observed_sequences_on_hopper(power: int, observed) -> None:
     assert_exact("mosaic_gpu", problem(RAGGED, BASE, power=power, observed=observed))
 
 
-@pytest.mark.parametrize("ring", [2, 3])
+@pytest.mark.parametrize("ring", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_rings_of_chunks_wrap(monkeypatch, ring: int) -> None:
     """Chunks ahead are this head's, the next one's, or none; heads are longer and shorter than the
     ring, and their metrics come and go chunk by chunk."""
@@ -135,7 +135,7 @@ def test_rings_of_chunks_wrap(monkeypatch, ring: int) -> None:
     assert_exact("tpu_checked", problem(lengths, shaped(heads=3, block_size=16, head_dim=64)))
 
 
-@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("block_size", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_table_entries_loaded_ahead(monkeypatch, block_size: int) -> None:
     """Two of each warp, and warps without any."""
     usual = mosaic_gpu.config
