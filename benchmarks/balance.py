@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1))
         kept = np.stack([np.asarray(out.stats.kept) for out in outputs])
         blocks = -(-kept // sizes.block_size)
-        padded = blocks.max((1, 2)) * load.size
+        padded = blocks.max((1, 2)) * blocks[0].size
         saved = 1 - blocks.sum() / padded.sum()
         for devices in options.devices:
             for name, dealing in (

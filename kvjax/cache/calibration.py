@@ -16,7 +16,8 @@ from kvjax.errors import UserError
 
 FORMAT = "kvjax-calibration-1"
 HEAD_LOAD = "head_load"
-"""[L, H]: how many KVs each head keeps, beside the others. Heads are dealt to devices by it."""
+"""[L, H, R]: how many KVs each head keeps, beside the others, at each of R rates; or [L, H]. Heads
+are dealt to devices by it."""
 
 
 @dataclasses.dataclass(frozen=True)

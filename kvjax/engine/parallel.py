@@ -300,7 +300,7 @@ def _dealing(model: ModelConfig, devices: int, load: np.ndarray | None) -> Deali
     shape = (model.num_layers, model.num_kv_heads)
     if load is None:
         return Dealing.even(*shape, devices)
-    if load.shape != shape or not (load >= 0).all():
+    if load.shape[:2] != shape or load.ndim > 3 or not (load >= 0).all():
         raise UserError(
             f"calibrated array {HEAD_LOAD}: wanted a number from 0 on for each of {shape[0]} "
             f"layers and {shape[1]} KV heads"

@@ -23,6 +23,10 @@ SPLIT_AXES = ("kv_heads", "mlp", "vocab")
 """Names of the axes of parameters that are split."""
 
 
+_WORST = 16
+"""Shares count by this power: of a device and a rate that have more than others, most of all."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelShard(ModelConfig):
     """What one device has of a model: heads and MLP columns are its own, the vocabulary the whole
@@ -103,38 +107,42 @@ class Dealing:
 
     @classmethod
     def by_load(cls, load: np.ndarray, devices: int) -> "Dealing":
-        """So that devices get about as much of a load, as far as their places allow.
+        """So that devices get about as much of each of some loads, as far as their places allow.
 
-        The heaviest heads of all layers come first, each to the device that has least; then heads
-        of one layer change places where that makes the fullest device less full.
+        The heaviest heads of all layers come first, each to the device that has least; then places
+        of one layer are exchanged, whichever two that evens out most, until none does.
 
         Args:
-            load: [L, H] what each head is expected to hold, in any unit.
+            load: [L, H] or [L, H, R], what each head is expected to hold, in any unit: a load for
+                each of R rates. The worst of them counts.
             devices: how many there are.
         """
-        layers, heads = load.shape
+        layers, heads = load.shape[:2]
         places = -(-heads // devices)
-        device = np.full((layers, heads), -1)
-        room, total = np.full((layers, devices), places), np.zeros(devices)
-        for at in np.argsort(-load, axis=None, kind="stable"):
-            layer, head = divmod(int(at), heads)
-            to = int(np.argmin(np.where(room[layer] > 0, total, np.inf)))
-            device[layer, head] = to
-            room[layer, to] -= 1
-            total[to] += load[layer, head]
-        while (change := _better(load, device, total)) is not None:
-            layer, heavy, light = change
-            moved = load[layer, heavy] - load[layer, light]
-            full, spare = device[layer, heavy], device[layer, light]
-            device[layer, heavy], device[layer, light] = spare, full
-            total[full] -= moved
-            total[spare] += moved
+        loads = load.reshape(layers, heads, -1).astype(np.float64)
+        # Of each the mean device has 1.
+        share = loads * devices / np.maximum(loads.sum((0, 1)), np.finfo(np.float64).tiny)
         number = np.full((layers, devices, places), heads, np.int32)
-        for layer, row in enumerate(device):
-            for one in range(devices):
-                own = np.flatnonzero(row == one)
-                number[layer, one, : len(own)] = own
-        return cls(number.reshape(layers, -1), heads, devices)
+        room, total = np.full((layers, devices), places), np.zeros((devices, share.shape[-1]))
+        for at in np.argsort(-share.sum(-1), axis=None, kind="stable"):
+            layer, head = divmod(int(at), heads)
+            fullest = (total + share[layer, head]).max(-1)
+            to = int(np.argmin(np.where(room[layer] > 0, fullest, np.inf)))
+            number[layer, to, places - room[layer, to]] = head
+            room[layer, to] -= 1
+            total[to] += share[layer, head]
+        number = number.reshape(layers, -1)
+        # What lies in each place; nothing in an empty one.
+        held = np.pad(share, ((0, 0), (0, 1), (0, 0)))[np.arange(layers)[:, None], number]
+        while (change := _better(held, total)) is not None:
+            layer, one, other = change
+            moved = held[layer, one] - held[layer, other]
+            total[one // places] -= moved
+            total[other // places] += moved
+            for rows in (held, number):
+                rows[layer, [one, other]] = rows[layer, [other, one]]
+        order = np.sort(number.reshape(layers, devices, places), axis=-1)
+        return cls(order.reshape(layers, -1), heads, devices)
 
     def same_as(self, other: "Dealing") -> bool:
         """Whether every head lies in the same place."""
@@ -173,20 +181,30 @@ class Dealing:
         return x[np.arange(len(x))[:, None], self.place]
 
 
-def _better(load: np.ndarray, device: np.ndarray, total: np.ndarray) -> tuple[int, int, int] | None:
-    """A layer, a head of the fullest device and one of the emptiest that had better change places;
-    None where no such change helps."""
-    full, spare = int(np.argmax(total)), int(np.argmin(total))
-    gap, best, found = total[full] - total[spare], 0.0, None
-    for layer, row in enumerate(device):
-        for heavy in np.flatnonzero(row == full):
-            for light in np.flatnonzero(row == spare):
-                moved = load[layer, heavy] - load[layer, light]
-                # How much less full the fuller of the two is afterwards.
-                gain = min(moved, gap - moved)
-                if gain > best + 1e-9 * gap:
-                    best, found = gain, (layer, int(heavy), int(light))
-    return found
+def _better(held: np.ndarray, total: np.ndarray) -> tuple[int, int, int] | None:
+    """A layer and two of its places whose contents had better be exchanged: what evens out most;
+    None where nothing does.
+
+    Args:
+        held: [L, devices × places, R], shares of loads in each place.
+        total: [devices, R], those of each device.
+    """
+
+    def uneven(x: np.ndarray) -> np.ndarray:
+        return (x**_WORST).sum(-1)
+
+    places = held.shape[1] // len(total)
+    of = np.repeat(total, places, axis=0)  # by place
+    moved = held[:, :, None] - held[:, None]
+    now = uneven(of)
+    gain = now[:, None] + now - uneven(of[:, None] - moved) - uneven(of + moved)
+    device = np.arange(len(of)) // places
+    gain[:, device[:, None] == device] = 0
+    at = int(np.argmax(gain))
+    if gain.flat[at] <= 1e-12 * now.sum():
+        return None
+    layer, one, other = np.unravel_index(at, gain.shape)
+    return int(layer), int(one), int(other)
 
 
 def spec_of(axes: tuple[str | None, ...], axis: str) -> PartitionSpec:

@@ -170,9 +170,10 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert (arrays[EXTRA][..., 4] == 95).all()
     assert arrays[CLAIM].shape == (config.num_layers, CLAIM_LEVELS)
     assert (np.diff(arrays[CLAIM][0]) <= 0).all()
-    for name in (HEAD_LOAD, HEAD_BUDGET):
-        assert arrays[name].shape == (config.num_layers, config.num_kv_heads)
-    assert arrays[HEAD_LOAD].mean() == pytest.approx(1)
+    shape = (config.num_layers, config.num_kv_heads)
+    assert arrays[HEAD_BUDGET].shape == shape
+    assert arrays[HEAD_LOAD].shape == (*shape, len(run.LOAD_RATES))
+    np.testing.assert_allclose(arrays[HEAD_LOAD].mean((0, 1)), 1, rtol=1e-5)
     assert arrays[QUERY_CENTRE].shape == (config.num_layers, config.num_heads, config.head_dim)
     # A mean of sizes is no less than the size of a mean, and not much more here.
     centre = np.hypot(*np.split(arrays[QUERY_CENTRE], 2, axis=-1))
@@ -209,14 +210,16 @@ def test_heads_are_ranked_by_the_mean_of_their_scores(model):
 
 
 def test_heads_have_the_load_of_what_stays_of_them():
-    """The highest quarter, eighth and sixteenth of all predictions, wherever they are."""
+    """The highest quarter, eighth, … of all predictions, wherever they are."""
     predictions = np.random.default_rng(9).standard_normal((2, 3, 32)) * [[[1], [2], [3]]]
-    expected = np.zeros((2, 3))
     ranked = sorted(np.ndindex(2, 3, 32), key=lambda at: -predictions[at])
-    for stay in (48, 24, 12):
+    found = run.head_load(predictions)
+    for at, stay in enumerate((48, 24, 12, 6)):
+        expected = np.zeros((2, 3))
         for layer, head, _ in ranked[:stay]:
-            expected[layer, head] += 6 / stay / 3
-    np.testing.assert_allclose(run.head_load(predictions), expected, rtol=1e-6)
+            expected[layer, head] += 6 / stay
+        np.testing.assert_allclose(found[..., at], expected, rtol=1e-6)
+    assert found.shape == (2, 3, 4)
 
 
 def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:

@@ -63,3 +63,24 @@ def test_by_load_is_near_the_best_of_all():
         for first in [sum(load[layer, list(own)].sum() for layer, own in enumerate(choice))]
     )
     assert Dealing.by_load(load, 2).loads(load).max() <= 1.02 * best
+
+
+def test_several_loads_are_balanced_at_once():
+    """What is even at one rate, or for their mean, is not so at another."""
+    rng = np.random.default_rng(5)
+    few, many = rng.lognormal(sigma=0.6, size=(2, 30, 3))
+    # At high rates a fifth of the heads have nearly all.
+    few *= np.where(rng.random((30, 3)) < 0.2, 10, 1)
+    both = np.stack([few / few.mean(), many / many.mean()], axis=-1)
+
+    def worst(dealing):
+        return max(dealing.loads(both[..., r]).max() * 3 / both[..., r].sum() for r in (0, 1))
+
+    together = Dealing.by_load(both, 3)
+    assert worst(together) < 1.005
+    assert worst(Dealing.by_load(both[..., 1], 3)) > 1.03
+    assert worst(Dealing.by_load(both.sum(-1), 3)) > 1.02
+    units = Dealing.by_load(both * [1, 1e6], 3)
+    assert units.same_as(together)
+    nothing = Dealing.by_load(np.zeros((4, 3, 2)), 2)
+    assert nothing.whole

@@ -47,7 +47,7 @@ NEWEST = 8
 """Last tokens of a text whose claims are not counted: they are protected."""
 SUMMED = ("reads", "scores", "query", "query_size")
 """What a state has beside the sums of the fit and its samples."""
-LOAD_RATES = (4, 8, 16)
+LOAD_RATES = (4, 8, 16, 32)
 """Rates of compression that what heads keep is foretold for."""
 SAVE_EVERY = 8
 """Texts between two states on disk."""
@@ -329,17 +329,17 @@ def claim_table(
     return np.where(at >= 1, LEAST, found).astype(np.float32)
 
 
-def head_load(predictions: Float[np.ndarray, "L H N"]) -> Float[np.ndarray, "L H"]:
+def head_load(predictions: Float[np.ndarray, "L H N"]) -> Float[np.ndarray, "L H R"]:
     """How many KVs each head keeps where those of the highest predictions stay, wherever they are.
 
-    Of the mean head, on average over `LOAD_RATES`.
+    Of the mean head, at each of `LOAD_RATES`.
     """
-    loads = np.zeros(predictions.shape[:2])
+    loads = []
     for rate in LOAD_RATES:
         least = np.sort(predictions, axis=None)[-(predictions.size // rate)]
         kept = np.mean(predictions >= least, axis=-1)
-        loads += kept / kept.mean() / len(LOAD_RATES)
-    return loads.astype(np.float32)
+        loads.append(kept / kept.mean())
+    return np.stack(loads, axis=-1).astype(np.float32)
 
 
 def _fitted(
