@@ -15,6 +15,7 @@ from kvjax.cache.files import read_arrays, write_arrays
 from kvjax.checks import shown
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
+from kvjax.models import LoadedModel
 
 FORMAT = "kvjax-prefix-1"
 
@@ -24,7 +25,9 @@ class Kind:
     """What a prefix depends on; it can be used where all of it is the same."""
 
     model: str
-    """Its hash; see `kvjax.models.model_hash`."""
+    """Its hash; see `kvjax.models.model_hash`: the same whatever its weights were narrowed to."""
+    weight_dtype: str | None
+    """What they were narrowed to: keys and values differ then."""
     settings: str
     calibration: str
     """Hash of the arrays that the method reads."""
@@ -32,7 +35,7 @@ class Kind:
     block_size: int
 
     @classmethod
-    def of(cls, model: str, worker: Worker, settings: Hashable) -> "Kind":
+    def of(cls, model: LoadedModel, worker: Worker, settings: Hashable) -> "Kind":
         """Those of an engine."""
         digest = hashlib.sha256()
         names = settings.resolved.artefacts if isinstance(settings, CompressionConfig) else ()
@@ -40,7 +43,10 @@ class Kind:
             digest.update(name.encode() + np.asarray(worker.artefacts[name]).tobytes())
         spec = worker.cache.spec
         codec = f"{spec.codec.name} of {spec.codec.dtype}"
-        return cls(model, repr(settings), digest.hexdigest()[:16], codec, spec.block_size)
+        return cls(
+            model.fingerprint, model.config.weight_dtype, repr(settings), digest.hexdigest()[:16],
+            codec, spec.block_size,
+        )  # fmt: skip
 
 
 def write(

@@ -69,7 +69,7 @@ def save(
     """See `LLM.save_prefix`."""
     _check_one_device(llm)
     prefix = retain(llm, prompt, compression)
-    kind = Kind.of(llm.model.fingerprint, llm.worker, prefix.settings)
+    kind = Kind.of(llm.model, llm.worker, prefix.settings)
     kept = saved(llm.worker.cache, prefix.row)
     prefix_files.write(path, kind, prefix.tokens, prefix.logits, kept)
     return len(prefix.tokens)
@@ -107,7 +107,7 @@ def read(
     settings = checked_request(llm, tokens, SHORTEST, compression, "prefix", -1).sharing
     if settings is None:
         raise UserError(f"prefix {path}: nothing is shared with these settings")
-    prefix_files.check(path, found, Kind.of(llm.model.fingerprint, worker, settings))
+    prefix_files.check(path, found, Kind.of(llm.model, worker, settings))
     try:
         arrays = typed(worker.cache, {n.removeprefix("held."): x for n, x in arrays.items()})
     except ValueError as error:

@@ -11,9 +11,13 @@ import pytest
 from kvjax.cache import CompressionConfig, check_invariants
 from kvjax.cache.methods import get_method
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.llm import LLM
 from kvjax.engine.prefixes import Prefixes, settings_of
 from kvjax.errors import UserError
+from kvjax.models import LoadedModel
+from kvjax.models.decoder import init_params
 from tests.cache.free import free_of
+from tests.engine.conftest import TINY
 from tests.engine.serving import FULL, assert_empty, drain, greedy, make_llm, prompts_of, tokens_of
 
 GRAIN = 16
@@ -270,6 +274,13 @@ def test_a_file_of_something_else_is_refused_in_one_line(tiny_params, tmp_path):
     refused(make_llm(tiny_params, NORMS), "nothing is shared")
     changed = jax.tree.map(lambda x: x + 1, tiny_params)
     refused(make_llm(changed, NORMS, **SHARED), "its model is")
+    narrow = dataclasses.replace(TINY, weight_dtype="int8")
+    model = LoadedModel(
+        narrow, init_params(narrow, "float32"), llm.model.tokenizer, "of the same file",
+        lambda: llm.model.fingerprint,
+    )  # fmt: skip
+    same = LLM(model, NORMS, llm.config)
+    refused(same, "its weight_dtype is None, here it is 'int8'")
     refused(make_llm(tiny_params, NORMS, **SHARED | {"retained_prefixes": 0}), "no room")
     refused(llm, "No such file", path=tmp_path / "nothing")
     broken = tmp_path / "broken"

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from kvjax.cache.calibration import HEAD_LOAD, Calibration
-from kvjax.engine import LLM
+from kvjax.engine import LLM, SamplingParams
 from kvjax.engine.parallel import split_of
 from kvjax.errors import UserError
 from kvjax.models import ByteTokenizer, LoadedModel, load_model, parallel
@@ -145,6 +146,30 @@ def test_an_engine_deals_what_it_loads(folder, monkeypatch):
     )
     with pytest.raises(UserError, match="tensor_parallel 1: the weights were dealt to 2 devices"):
         LLM(model, engine_settings("key-norm"), SIZES)
+
+
+def test_a_published_calibration_of_weights_that_are_dealt_as_they_are_read(folder, tmp_path):
+    """KVzap's file says nothing of the load of heads, and has arrays by head."""
+    rng = np.random.default_rng(6)
+    shapes = {"weight": (HEADS, TINY.hidden_size), "bias": (HEADS,)}
+    tensors = {
+        f"layers.{layer}.{name}": rng.standard_normal(shape).astype(np.float32)
+        for layer in range(LAYERS)
+        for name, shape in shapes.items()
+    }
+    zap = tmp_path / "zap"
+    zap.mkdir()
+    save_file(tensors, zap / "model.safetensors")
+    found = []
+    for devices in (1, 2):
+        model = load_model(weights=folder, split=split_of(devices, str(zap)))
+        config = dataclasses.replace(SIZES, tensor_parallel=devices)
+        llm = LLM(model, engine_settings("kvzap-linear"), config, calibration=str(zap))
+        (out,) = llm.generate([np.arange(60)], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert out.error is None
+        found.append((out.token_ids, np.asarray(out.stats.kept).tolist()))
+    assert found[0] == found[1]
+    assert len({n for layer in found[0][1] for n in layer}) > 1
 
 
 @pytest.mark.parametrize("weight_dtype", [None, "float8_e4m3fn"])
