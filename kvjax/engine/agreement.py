@@ -119,8 +119,7 @@ class Agreement:
                 self._next = json.loads(client.blocking_key_value_get(key, POLL_MS))
             except Exception as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    # JAX ends the process in a moment, in more words.
-                    leave(f"process 0 has ended, or cannot be reached ({in_one_line(error)})")
+                    leave(f"{self.processes.first_gone} ({in_one_line(error)})")
                 continue
             self._count += 1
             if self._count % BATCH == 0:

@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed  # the store has no public name yet
+from jax._src import clusters, distributed  # neither has a public name yet
 
 from kvjax.checks import check_number, check_whole, shown
+from kvjax.engine.link import Link
 from kvjax.errors import UserError, in_one_line
 
 AUTO = "auto"
@@ -37,6 +38,7 @@ EXCHANGE_MS = 24 * 3600 * 1000
 """Where processes wait for each other: some load their weights for long. A dead one is noticed."""
 LINGER_SECONDS = 1.0
 """The coordination service ends with the first process: others read the last words before."""
+_LEAVE_SECONDS = 5.0
 _MOST_SECONDS = 24 * 3600
 _ROOT = "kvjax"
 
@@ -60,16 +62,17 @@ class Processes:
         self.on_asked: Callable[[], None] = lambda: None
         """Called by a thread where another process was asked to end (`ask_to_end`)."""
         self._numbers = itertools.count()
-        self._over = threading.Event()
+        self._over, self._closed = threading.Event(), threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="kvjax processes", daemon=True)
         self._told = threading.Lock()
         self._heard: dict[int, tuple[str, float]] = {}
         """What each process has said last, and when it was new."""
 
     def watch(self) -> None:
         """From now on say that this process lives, and end it where another one has ended."""
-        atexit.register(self.stop_watching)
+        atexit.register(self.close)
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
-        threading.Thread(target=self._watch, name="kvjax processes", daemon=True).start()
+        self._watching.start()
 
     def next_number(self) -> int:
         """One more than the last: the same in all processes, if all ask as often."""
@@ -169,6 +172,11 @@ class Processes:
         """Leave the coordination service, when all others do."""
         self.stop_watching()
         jax.distributed.shutdown()
+        # Until here it is said that this process lives. Python must not end while the thread is on
+        # its way back from the service: it would take the process with it, in words of its own.
+        self._closed.set()
+        if self._watching.is_alive():
+            self._watching.join(_LEAVE_SECONDS)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """An exception that ends the program: at its exit JAX would wait for the others."""
@@ -191,10 +199,11 @@ class Processes:
             except Exception as error:
                 if self._over.is_set():
                     return
-                reason = f"process 0 has ended, or cannot be reached ({in_one_line(error)})"
+                reason = f"{self.first_gone} ({in_one_line(error)})"
             if reason is not None:
                 self._lose(reason)
-            time.sleep(PULSE_SECONDS)
+            if self._closed.wait(PULSE_SECONDS):
+                return
 
     def why_lost(self, now: float) -> str | None:
         """Why this process cannot go on, for the sake of another; None where it can. To be asked
@@ -214,6 +223,15 @@ class Processes:
         """What each process has said last."""
         told = self.client.key_value_dir_get(f"{_ROOT}/alive")
         return {int(key.rsplit("/", 1)[-1]): value for key, value in told}
+
+    @property
+    def first_gone(self) -> str:
+        """What is said of the first process where it does not answer."""
+        return f"process 0 of {self.count} has ended, or cannot be reached"
+
+    def lose_first(self) -> None:
+        """The connection to the first process is broken: end this one, unless both are to end."""
+        self._lose(self.first_gone)
 
     def _lose(self, reason: str) -> None:
         with self._told:
@@ -291,6 +309,7 @@ def join(
         return None
     given: dict[str, Any] = {"num_processes": num_processes, "process_id": process_id}
     until = time.monotonic() + seconds
+    links: list[Link] = []
     if coordinator != AUTO:
         given["coordinator_address"] = coordinator
         if process_id:
@@ -303,6 +322,11 @@ def join(
 
     def initialize() -> None:
         try:
+            if coordinator == AUTO or None in given.values():
+                given.update(_found(**given))
+            if given["process_id"]:
+                links.append(Link(_address(given["coordinator_address"])))
+                given["coordinator_address"] = links[0].address
             jax.distributed.initialize(**given, initialization_timeout=_MOST_SECONDS)
         except Exception as error:
             errors.append(error)
@@ -327,7 +351,29 @@ def join(
             f"--coordinator {coordinator}: {in_one_line(errors[0])}; start all processes, with "
             "the same address and number"
         )
-    return current()
+    joined = current()
+    if joined is not None and links:
+        links[0].on_gone = joined.lose_first
+    return joined
+
+
+def _found(
+    num_processes: int | None, process_id: int | None, coordinator_address: str | None = None
+) -> dict[str, Any]:
+    """What is given of the processes, and what JAX finds of the rest, for
+    `jax.distributed.initialize`.
+
+    Raises:
+        ValueError: it finds nothing.
+    """
+    names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        address, num_processes, process_id, None, None, _MOST_SECONDS
+    )
+    if None in found[:3]:
+        raise ValueError("no coordinator, number of processes or process id is set")
+    return dict(zip(names, found, strict=True))
 
 
 def _wait_for(coordinator: str, until: float) -> None:

@@ -3,10 +3,10 @@
 `tests/test_several_processes.py` runs real ones.
 """
 
-import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,14 @@ import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
-from kvjax.engine import LLM, EngineConfig, SamplingParams, agreement, processes
+from kvjax.engine import LLM, SamplingParams, agreement, processes
 from kvjax.engine.agreement import Agreement
+from kvjax.engine.link import Link
 from kvjax.engine.processes import Processes, check_process_options, join
-from kvjax.engine.request import Request
 from kvjax.errors import UserError
+from tests.engine.deciding import SIZES, lead, recorded
 from tests.sharded.tiny import model_of
 
-SIZES = EngineConfig(
-    max_batch=2, max_len=56, block_size=4, prefill_chunk=32, prefill_scratch=32, pool_tokens=56,
-    decode_steps_per_sync=2,
-)  # fmt: skip
 USUAL = CompressionConfig(method="key-norm", rate=3, floor=4)
 
 
@@ -194,6 +191,81 @@ def test_a_coordinator_that_is_not_there():
     assert join(None) is None
 
 
+@pytest.mark.parametrize("address", [None, "node7:80"])
+def test_what_is_not_given_is_what_jax_finds(monkeypatch, address):
+    """Here what Open MPI says."""
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match="no coordinator, number of processes or process id"):
+        processes._found(None, 1, address)
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911")
+    for name, value in (("SIZE", "3"), ("RANK", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    found = processes._found(None, None, address)
+    host, _, _ = found.pop("coordinator_address").partition(":")
+    assert host == ("10.96.0.1" if address is None else "node7")
+    assert found == {"num_processes": 3, "process_id": 2, "local_device_ids": [1]}
+    assert processes._found(4, 0, address)["process_id"] == 0
+
+
+# The connection to the first one
+
+
+@pytest.fixture
+def far() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one
+
+
+def test_a_broken_connection_is_noticed_before_who_uses_it(far):
+    link = Link(far.getsockname())
+    reached, go = threading.Event(), threading.Event()
+
+    def gone():
+        reached.set()
+        assert go.wait(60)
+
+    link.on_gone = gone
+    host, port = link.address.split(":")
+    with socket.create_connection((host, int(port)), 60) as here:
+        there, _ = far.accept()
+        with there:
+            here.sendall(b"one")
+            assert there.recv(9) == b"one"
+            there.sendall(b"two")
+            assert here.recv(9) == b"two"
+            assert not reached.is_set()
+        assert reached.wait(60)
+        here.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            here.recv(9)
+        go.set()
+        here.settimeout(60)
+        assert here.recv(9) == b""
+
+
+def test_who_leaves_by_itself_has_not_lost_the_other(far):
+    link, lost = Link(far.getsockname()), []
+    link.on_gone = lambda: lost.append(1)
+    host, port = link.address.split(":")
+    for _ in range(2):
+        with socket.create_connection((host, int(port)), 60):
+            there, _ = far.accept()
+        with there:
+            there.settimeout(60)
+            assert there.recv(9) == b""
+    far.close()
+    with socket.create_connection((host, int(port)), 60) as here:
+        assert here.recv(9) == b"", "nobody is there yet: who connects tries again"
+    assert lost == []
+
+
+def test_a_first_process_that_is_gone_ends_the_others(two):
+    with pytest.raises(Left, match="process 0 of 2 has ended, or cannot be reached"):
+        two[1].lose_first()
+    two[0].stop_watching()
+    two[0].lose_first()
+
+
 # What their engines do
 
 
@@ -210,35 +282,6 @@ def agreement_of(llm: LLM) -> Agreement:
     found = llm.engine.agreement
     assert found is not None
     return found
-
-
-def recorded(llm: LLM) -> list[Any]:
-    """Decisions of an engine's scheduler as they are carried out, and what became of requests."""
-    log: list[Any] = []
-
-    def plain(value):
-        if isinstance(value, Request):
-            return value.id
-        return tuple(map(plain, value)) if isinstance(value, tuple) else value
-
-    def noting(make):
-        def decide(*args):
-            for decision in make(*args):
-                log.append((type(decision).__name__, *map(plain, vars(decision).values())))
-                yield decision
-
-        return decide
-
-    scheduler: Any = llm.scheduler
-    scheduler.round, scheduler.settle = noting(scheduler.round), noting(scheduler.settle)
-    close = llm.engine.intake.close
-
-    def closing(request):
-        log.append((request.id, tuple(request.tokens), request.finish_reason, request.error))
-        close(request)
-
-    llm.engine.intake.close = closing  # type: ignore[method-assign]
-    return log
 
 
 def test_all_do_as_the_first_process_does(two, monkeypatch):
@@ -262,45 +305,16 @@ def check_the_same_program(first: LLM, second: LLM) -> None:
 def check_decisions(two: list[Processes], first: LLM, second: LLM) -> None:
     """The others follow a run in which much happens."""
     logs = [recorded(llm) for llm in (first, second)]
-    rng = np.random.default_rng(3)
 
-    def raises(output):
-        raise ValueError("nobody listens")
-
-    def lead():
-        open_ones = []
-        for number in range(24):
-            if rng.random() < 0.5:
-                sampling = SamplingParams(
-                    max_tokens=int(rng.integers(1, 12)), temperature=float(rng.integers(2)),
-                    seed=int(rng.integers(99)), ignore_eos=True, stop=("q", "zz"),
-                )  # fmt: skip
-                prompt = rng.integers(0, 256, rng.choice([20, 40])).astype(np.int32)
-                asked = CompressionConfig(method="key-norm", rate=2, floor=8)
-                open_ones.append(
-                    first.add_request(
-                        prompt, sampling, asked if number % 3 == 0 else None,
-                        deadline=1e-9 if number % 7 == 6 else None,
-                        on_output=raises if number % 5 == 4 else None,
-                    )
-                )  # fmt: skip
-            if open_ones and rng.random() < 0.15:
-                with contextlib.suppress(UserError):  # it may have ended
-                    first.abort(open_ones.pop())
-            if first.scheduler.running and rng.random() < 0.3:
-                request = first.scheduler.running[0]
-                if request.finish_reason is None:
-                    first.compress(request.id, 2)
-            first.step()
-        while first.has_unfinished():
-            first.step()
+    def lead_all():
+        lead(first, seed=3, rounds=24)
         first.reset()
         first.warm_up([8], compression=CompressionConfig(method="full"))
         last = first.generate([np.arange(30, dtype=np.int32)], SamplingParams(max_tokens=3))
         agreement_of(first).end()
         return last[0].finish_reason
 
-    assert at_once(lead, second.follow) == ["length", None]
+    assert at_once(lead_all, second.follow) == ["length", None]
     kinds = {entry[0] for entry in logs[0]}
     assert {"Begin", "Chunk", "Insert", "Decode", "Remove"} <= kinds
     ends = {entry[2] for entry in logs[0] if str(entry[0]).startswith("request-")}
