@@ -39,7 +39,8 @@ from kvjax.extras import check_extra
 if TYPE_CHECKING:
     from kvjax.cache import CompressionConfig
     from kvjax.engine import EngineConfig
-    from kvjax.serve import ServerSettings
+    from kvjax.models import LoadedModel
+    from kvjax.serve import ServerSettings, Service
 
 USUAL_RATE = 8.0
 KEY_VARIABLE = "KVJAX_API_KEY"
@@ -272,15 +273,50 @@ def run(options: argparse.Namespace) -> int:
         with listener or contextlib.nullcontext():
             enable_compilation_cache()
             with Progress() as progress:
-                model, _ = load_chosen_model(options, progress)
-                if options.method is None:
-                    options.method = usual_method(options, model, progress)
+                model = _model(options, progress)
                 if listener is None:
                     return _follow(options, model, progress)
                 return _serve(options, settings, model, listener, progress)
 
 
-def _engine(options: argparse.Namespace, model: Any, progress: Any) -> dict[str, Any]:
+def load_service(
+    options: argparse.Namespace, settings: ServerSettings, progress: Progress
+) -> tuple[Service, list[int]]:
+    """What one process serves by itself, for programs that run the server in their own way.
+
+    Args:
+        options: of `add_options`.
+        settings: of `server_settings`.
+        progress: is told of what takes long.
+
+    Returns:
+        The service, and the lengths of prompts that it is to be warmed up for.
+
+    Raises:
+        UserError: the options do not go together, or the model cannot be had.
+    """
+    return _service(options, settings, _model(options, progress), progress)
+
+
+def _model(options: argparse.Namespace, progress: Progress) -> LoadedModel:
+    """The model; from here on the options name a method."""
+    model, _ = load_chosen_model(options, progress)
+    if options.method is None:
+        options.method = usual_method(options, model, progress)
+    return model
+
+
+def _service(
+    options: argparse.Namespace, settings: ServerSettings, model: LoadedModel, progress: Progress
+) -> tuple[Service, list[int]]:
+    from kvjax.engine import AsyncLLM
+    from kvjax.serve import Service
+
+    llm = AsyncLLM(**_engine(options, model, progress))
+    return Service(llm, settings), warm_up_lengths(options, llm.llm.max_len)
+
+
+def _engine(options: argparse.Namespace, model: LoadedModel, progress: Progress) -> dict[str, Any]:
     """The arguments of the engine."""
     from kvjax.cache.config import as_method
 
@@ -296,7 +332,7 @@ def _engine(options: argparse.Namespace, model: Any, progress: Any) -> dict[str,
     }
 
 
-def _follow(options: argparse.Namespace, model: Any, progress: Any) -> int:
+def _follow(options: argparse.Namespace, model: LoadedModel, progress: Progress) -> int:
     """Do what the first process does, until it ends."""
     from kvjax.engine import LLM
 
@@ -307,15 +343,17 @@ def _follow(options: argparse.Namespace, model: Any, progress: Any) -> int:
 
 
 def _serve(
-    options: argparse.Namespace, settings: ServerSettings, model: Any, listener: Any, progress: Any
+    options: argparse.Namespace,
+    settings: ServerSettings,
+    model: LoadedModel,
+    listener: Any,
+    progress: Progress,
 ) -> int:
-    from kvjax.engine import AsyncLLM
-    from kvjax.serve import Service, run_server
+    from kvjax.serve import run_server
     from kvjax.serve.logs import write_logs
 
-    llm = AsyncLLM(**_engine(options, model, progress))
-    service = Service(llm, settings)
-    lengths = warm_up_lengths(options, llm.llm.max_len)
+    service, lengths = _service(options, settings, model, progress)
+    llm = service.llm
     progress.clear()
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{listener.getsockname()[1]}"

@@ -24,7 +24,7 @@ _HEADERS = (
 )
 
 
-class _Gone(Exception):
+class Gone(Exception):
     """The client left while it was sending."""
 
 
@@ -58,12 +58,12 @@ class Guard:
         try:
             try:
                 self._check_key(scope, headers)
-                body = await self._body(scope, headers, receive)
+                body = await body_of(scope, headers, receive, self._service.settings.max_body_bytes)
                 await self._app(scope, _replayed(body, receive), answer)
             except ApiError as error:
                 fields["error"] = error.code or error.message
                 await error.response()(scope, receive, answer)
-        except _Gone:
+        except Gone:
             status = CLOSED
         except Exception as error:
             # An answer has been sent already, if any could be.
@@ -105,42 +105,42 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body, if it is not too long and comes in time.
-
-        Raises:
-            ApiError: it is not; or a body that is no JSON, as other sites' pages may send them.
-        """
-        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            return b""
-        most = self._service.settings.max_body_bytes
-        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
-            raise ApiError(415, "the body is not declared as JSON: send 'Content-Type: "
-                           "application/json'", code="not_json", headers=_CLOSE)  # fmt: skip
-        told = headers.get(b"content-length", b"0")
-        if told.isdigit() and int(told[:20]) > most:
-            raise _too_long(most)
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _Gone
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > most:
-                        raise _too_long(most)
-                    if not message.get("more_body"):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s",
-                           headers=_CLOSE) from None  # fmt: skip
-
 
 _CLOSE = {"Connection": "close"}
 """For an answer before the whole body was read."""
+
+
+async def body_of(scope: Scope, headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
+    """The whole body, if it is not too long and comes in time.
+
+    Raises:
+        ApiError: it is not; or a body that is no JSON, as other sites' pages may send them.
+    """
+    if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return b""
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise ApiError(415, "the body is not declared as JSON: send 'Content-Type: "
+                       "application/json'", code="not_json", headers=_CLOSE)  # fmt: skip
+    told = headers.get(b"content-length", b"0")
+    if told.isdigit() and int(told[:20]) > most:
+        raise _too_long(most)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > most:
+                    raise _too_long(most)
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s",
+                       headers=_CLOSE) from None  # fmt: skip
 
 
 def _too_long(most: int) -> ApiError:
