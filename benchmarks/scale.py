@@ -16,6 +16,7 @@ guard(__name__)
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from typing import Any
 
@@ -52,27 +53,44 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def model_of(options: argparse.Namespace) -> Any:
+    """The configuration that is asked for."""
+    from kvjax.models import get_model_entry
+
+    model = get_model_entry(options.model).config
+    return dataclasses.replace(model, weight_dtype=options.weight_dtype)
+
+
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Bytes per device and bytes exchanged, by name."""
     import jax
-    import numpy as np
+    from flax import nnx
 
     from kvjax.cache import CacheSpec, budget_blocks, cache_cap
-    from kvjax.models import get_model_entry
-    from kvjax.models.decoder import abstract_params
+    from kvjax.models.decoder import abstract_params, logical_axes
+    from kvjax.models.parallel import SPLIT_AXES, Dealing, dealt_shape
 
-    model = get_model_entry(options.model).config
-    model = dataclasses.replace(model, weight_dtype=options.weight_dtype)
+    model = model_of(options)
     layers, kv_heads, d = model.num_layers, model.num_kv_heads, model.head_dim
     spec = CacheSpec.of(model, _elements(options.kv_bytes), options.block_size)
     devices, b, slots = options.devices, options.block_size, options.sequences
-    if kv_heads % devices:
+    if kv_heads % devices and devices % kv_heads:
         raise UserError(
-            f"--devices {devices}: {options.model} has {kv_heads} KV heads; give a divisor of that"
+            f"--devices {devices}: {options.model} has {kv_heads} KV heads; give a divisor of that "
+            "or a multiple"
         )
-    here = layers * kv_heads // devices
-    leaves = jax.tree.leaves(abstract_params(model, options.dtype))
-    weights = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
+    # Where there are more devices than heads, each has a place in every layer and some are empty.
+    here = layers * max(1, kv_heads // devices)
+    dealing, axes = Dealing.even(1, kv_heads, devices), logical_axes(model)
+    weights = on_device = 0
+    flat: Any = nnx.to_flat_state(abstract_params(model, options.dtype))
+    for path, leaf in flat:
+        (array,) = jax.tree.leaves(leaf)
+        names = axes[path]
+        parts = devices if set(names) & set(SPLIT_AXES) else 1
+        weights += array.size * array.dtype.itemsize
+        dealt = math.prod(dealt_shape(array.shape, names, dealing))
+        on_device += dealt * array.dtype.itemsize // parts
     cap = cache_cap(options.prompt_len, options.rate, b)
     budget = budget_blocks(cap, layers, kv_heads, b)
     # One more block per head is not full yet while a sequence decodes.
@@ -85,7 +103,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     hidden = model.hidden_size
     activations = options.prefill_chunk * (6 * hidden + 3 * model.intermediate_size // devices)
     per_device = {
-        "weights": weights // devices,
+        "weights": on_device,
         "pool, keys and values": blocks // devices * b * spec.kv_bytes,
         "pool, metric and position": blocks // devices * b * spec.number_bytes,
         "free blocks": (1 + blocks // devices) * 4,
@@ -102,7 +120,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     decode = ring * 2 * layers * slots * hidden * 2
     prefill = ring * 2 * layers * options.prefill_chunk * hidden * 2
     prices = layers * kv_heads * width * 4
-    read = per_device["weights"] + slots * cap * here * spec.kv_bytes
+    read = per_device["weights"] + slots * cap * layers * kv_heads * spec.kv_bytes // devices
     return {
         "model": options.model,
         "devices": devices,

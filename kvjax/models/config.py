@@ -264,6 +264,17 @@ _ENTRIES = (
         replace(_LLAMA31_8B, name="llama3.1-70b", **_SIZE_70B),
         "meta-llama/Llama-3.1-70B-Instruct",
     ),
+    ModelEntry(
+        replace(
+            _LLAMA31_8B,
+            name="llama3.1-405b",
+            hidden_size=16_384,
+            intermediate_size=53_248,
+            num_layers=126,
+            num_heads=128,
+        ),
+        "meta-llama/Llama-3.1-405B-Instruct",
+    ),
     ModelEntry(_LLAMA32_1B, "meta-llama/Llama-3.2-1B-Instruct"),
     ModelEntry(
         replace(

@@ -94,3 +94,17 @@ def test_bad_input_gets_one_line(scale, arguments, says):
     assert code == 2
     assert says in err
     assert len(err.splitlines()) == 1
+
+
+def test_more_devices_than_heads_have_places_that_are_empty(scale):
+    """Of 16 devices each has a place for one of 8 heads in every layer."""
+    few = scale("--model", "llama3.1-405b", "--devices", 8)[1]["bytes_per_device"]
+    many = scale("--model", "llama3.1-405b", "--devices", 16)[1]["bytes_per_device"]
+    assert many["block tables"] == few["block tables"]
+    assert many["pool, keys and values"] * 2 == few["pool, keys and values"]
+    layers, hidden, kv, mlp, vocab = 126, 16384, 1024, 53248, 128256
+    attention = layers * hidden * (2 * hidden + 2 * kv) * 2
+    rest = (layers * 3 * hidden * mlp + 2 * vocab * hidden) * 2
+    for devices, found in ((8, few), (16, many)):
+        wanted = attention / 8 + rest / devices
+        assert found["weights"] == pytest.approx(wanted, rel=1e-3)
