@@ -10,7 +10,7 @@ it was.
     kvjax calibrate --weights ./Llama-3.1-8B-Instruct --out llama.safetensors
     kvjax calibrate --data ./mine --tokens 2048   # a file or a folder of .txt, .md, .jsonl, .gz
     kvjax calibrate --weights ./Qwen3-8B --import ./KVzap-mlp-Qwen3-8B    # a published one
-    kvjax calibrate --heads                       # which heads look things up, for razor-attention
+    kvjax calibrate --heads         # which heads look things up, for razor-attention and compresskv
 """
 
 import argparse
@@ -39,7 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--heads",
         action="store_true",
-        help="retrieval heads alone, for razor-attention; the file keeps what else it has",
+        help="retrieval heads alone, for razor-attention and compresskv; the file keeps what else "
+        "it has",
     )
     how.add_argument("--texts", type=int, help="texts at most (all)")
     how.add_argument(
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             return take(options, progress)
     if options.heads:
         if options.data is not None or options.plot is not None:
-            raise UserError("--heads repeats random tokens: give no --data and no --plot with it")
+            raise UserError("--heads has prompts of its own: give no --data and no --plot with it")
         with Progress() as progress:
             return find_heads(options, progress)
     texts = _texts(options)
@@ -130,6 +131,8 @@ def find_heads(options: argparse.Namespace, progress: Progress) -> int:
     """Load the model, rank its heads, and write them beside what the file has already."""
     from kvjax.cache.calibration import Calibration
     from kvjax.engine.calibrate.heads import retrieval_heads
+    from kvjax.engine.calibrate.semantic import semantic_heads
+    from kvjax.engine.calibrate.texts import default_texts
 
     model, dtype = load_chosen_model(options, progress)
     out = options.out or Path(f"{model.config.name}.safetensors")
@@ -139,9 +142,14 @@ def find_heads(options: argparse.Namespace, progress: Progress) -> int:
         found.check(model.fingerprint, model.config.num_layers)
         arrays, recipe = dict(found.arrays), dict(found.recipe)
     arrays |= retrieval_heads(model)
+    said = "for the methods razor-attention and compresskv"
+    try:
+        arrays |= semantic_heads(model, default_texts())
+    except UserError as error:
+        said = f"{error}\nfor the method razor-attention"
     Calibration(arrays, model.fingerprint, {**recipe, "heads": "repeated random tokens"}).save(out)
     progress.clear()
-    print(f"for the method razor-attention: {out}", file=sys.stderr)
+    print(f"{said}: {out}", file=sys.stderr)
     return 0
 
 

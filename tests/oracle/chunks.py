@@ -20,6 +20,7 @@ from tests.oracle.question_free import (
     compactor_part,
     expected_row,
     predicted_one,
+    semantic_heads,
     surrogate_one,
     unlike_the_mean,
 )
@@ -274,6 +275,19 @@ def compactor(c: Chunk) -> Metrics:
     return result
 
 
+def semantic(c: Chunk, name: Name, x: Held) -> np.ndarray:
+    """What a head has of the layer's four query heads; the chunk's last 8 stay."""
+    layer, head = name
+    chosen = semantic_heads(calibrated(layer + 1, 2, x.k.shape[1]), layer)
+    row, group = np.zeros(len(x.at)), x.p.shape[0]
+    earlier = x.at < c.end - min(8, c.length)
+    for r, given in enumerate(last_queries(x, 8, 1)):
+        if head * group + r in chosen:
+            row[earlier] += pooled(x.at[earlier], given[earlier], 5, "avg") * 2 / len(chosen)
+    row[~earlier] = np.nan
+    return row
+
+
 METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "shared-reads": shared_reads,
     "wide-pool": every(
@@ -288,6 +302,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "h2o": all_queries(),
     "a2sf": all_queries(decay=0.95),
     "a2sf-f20": all_queries(decay=0.2),
+    "compresskv": every(semantic),
     "tova": every(lambda c, name, x: x.p[:, -1].mean(axis=0)),
     "scissorhands": every(often_important),
     "lazyeviction": every(hit_again),

@@ -18,6 +18,7 @@ from tests.oracle.question_free import (
     keydiff,
     predicted,
     predicted_or_claimed,
+    semantic,
     surrogate,
 )
 from tests.oracle.scores import (
@@ -49,6 +50,7 @@ from tests.oracle.selection import (
     ada_heads,
     crush,
     entropy,
+    error_layers,
     geometric_layers,
     gini,
     k_means,
@@ -103,6 +105,7 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "windowkv": keeps_shared(window_scores(32), protected=32),
     "windowkv-average": keeps_shared(window_scores(16, best=8), protected=16),
     "tova": keeps_shared(newest_query, protected=1),
+    "compresskv": keeps_shared(semantic, protected=8, layers_of=error_layers),
     "a2sf": keeps(forgetting(0.95), protected=16),
     "a2sf-f20": keeps(forgetting(0.2), protected=16),
     "kvzap-linear": keeps_globally(surrogate("linear"), protected=8, sinks=4),
@@ -213,6 +216,7 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "windowkv": window_scores(32),
     "windowkv-average": window_scores(16, best=8),
     "tova": newest_query,
+    "compresskv": semantic,
     "a2sf": forgetting(0.95),
     "a2sf-f20": forgetting(0.2),
     "kvzap-linear": surrogate("linear"),

@@ -23,11 +23,26 @@ def calibrated(layers: int, heads: int, d: int, size: int | None = None) -> dict
         "rope_frequency": np.tile(frequency, (layers, 1)),
         "head_budget": (used / 10).astype(np.float32),
         "retrieval_head": np.roll(used, 1).astype(np.float32),
+        **_semantic(layers, heads),
         **_reads(layers, heads, 2 * heads * d if size is None else size),
         **_surrogates(layers, heads, 2 * heads * d if size is None else size),
         **_centres(layers, heads, d),
         **_queries(layers, heads, d),
     }
+
+
+def _semantic(layers: int, heads: int) -> dict[str, np.ndarray]:
+    """What query heads read of facts, and how far layers are off."""
+    rngs = [np.random.default_rng((31, layer)) for layer in range(layers)]
+    found = np.stack([rng.permutation(2 * heads) for rng in rngs])
+    error = np.array([rng.uniform(0.1, 1) for rng in rngs])
+    return {"semantic_head": found.astype(np.float32), "layer_error": error.astype(np.float32)}
+
+
+def semantic_heads(of: dict[str, np.ndarray], layer: int) -> list[int]:
+    """The query heads of a layer that count, the four highest."""
+    row = of["semantic_head"][layer]
+    return sorted(range(len(row)), key=lambda g: (-row[g], g))[:4]
 
 
 def _queries(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:
@@ -97,6 +112,21 @@ def surrogate(kind: str) -> Callable[[Prompt], Scores]:
         }  # fmt: skip
 
     return scores
+
+
+def semantic(p: Prompt) -> Scores:
+    """The mean over the heads that count of their last 8 queries' attention, of 5 keys each; what
+    others of the layer's KV heads have is added there."""
+    of, result = calibrated(p.layers, p.heads, p.k.shape[-1]), {}
+    for layer, head in p.names:
+        chosen, row = semantic_heads(of, layer), np.zeros(p.length)
+        before = max(0, p.length - 8)
+        for g in set(chosen) & set(p.of_group(head)):
+            given = p.attention[layer][g][before:].sum(axis=0)
+            row[:before] += avg_pool(given[:before], 5) * p.heads / len(chosen)
+        row[before:] = np.nan
+        result[layer, head] = row
+    return result
 
 
 def predicted(p: Prompt) -> Scores:

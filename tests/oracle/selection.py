@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.oracle.merging import pivot_of, sets_of
+from tests.oracle.question_free import calibrated
 from tests.oracle.scores import Prompt, Scores
 
 Kept = dict[tuple[int, int], list[int]]
@@ -54,6 +55,15 @@ def pyramid_layers(*, exact: bool, beta: int = 20):
         return tokens, max(blocks, p.cap_blocks * p.layers * p.heads)
 
     return layers
+
+
+def error_layers(p: Prompt, window: int) -> tuple[list[float], int]:
+    """32 tokens, and of the rest what a layer's error is of all; at most three times the mean."""
+    error = calibrated(p.layers, p.heads, p.k.shape[-1])["layer_error"].astype(np.float64)
+    mean = float(p.cap_tokens)
+    least = min(32.0, mean)
+    tokens = [min(least + one / error.sum() * p.layers * (mean - least), 3 * mean) for one in error]
+    return tokens, p.cap_blocks * p.layers * p.heads
 
 
 def geometric_layers(p: Prompt, window: int, beta: int = 20) -> tuple[list[float], int]:
@@ -170,6 +180,7 @@ def keeps_shared(
     sinks: int = 0,
     page: int = 1,
     choose=None,
+    layers_of=None,
 ) -> Callable[[Prompt], Kept]:
     """All heads of a layer keep the same tokens, by mean scores that are added up over pages."""
 
@@ -179,8 +190,13 @@ def keeps_shared(
         if p.owned <= p.cap_blocks:
             return {name: list(range(p.length)) for name in p.names}
         blocks = max(p.cap_blocks, 1, -(-len(guarded) // p.block))
+        every = [blocks] * p.layers
+        if layers_of is not None:
+            low = max(1, -(-len(guarded) // p.block))
+            tokens, total = layers_of(p, protected)
+            every = webster(tokens, [low] * p.layers, [p.owned] * p.layers, total // p.heads)
         result = {}
-        for layer in range(p.layers):
+        for layer, blocks in enumerate(every):
             mean = np.mean([scores[layer, head] for head in range(p.heads)], axis=0)
             pages: dict[int, float] = {}
             for t in set(range(p.length)) - guarded:
