@@ -3,10 +3,14 @@
     python -m benchmarks.scale                                 # 70B, 128 k prompts, 1,000 sequences
     python -m benchmarks.scale --model llama3.1-8b --devices 1 --sequences 90 --prompt-len 6000
     python -m benchmarks.scale --devices 1 --weight-dtype float8_e4m3fn --sequences 100
+    python -m benchmarks.scale --compile                       # and what the compiler says of it
 
 Weights, KV heads, their blocks and their tables are split over the devices; tokens, lengths of
 sequences and sampling are replicated. Nothing is run: the numbers follow from the shapes that
-`kvjax.cache` and `kvjax.engine` allocate. The last line is one JSON object.
+`kvjax.cache` and `kvjax.engine` allocate. With `--compile` the engine's own decode step and a chunk
+of a prompt are compiled at the full size, for CPU devices that are not there, and its memory
+analysis stands beside the plan: what comes in has to be what was planned; what is computed in
+between is this compiler's, and no accelerator's. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -17,9 +21,11 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 from typing import Any
 
+from benchmarks.kernels.compile import NOT_TO_RUN
 from kvjax.checks import check_number
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.cli.models import DTYPES, WEIGHT_DTYPES
@@ -46,9 +52,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kv-bytes", type=int, default=2, help="per element of the pool (%(default)s)")
     add("--longest-head", type=float, default=8.0,
         help="most KVs of a head, in multiples of the mean it keeps (%(default)s)")  # fmt: skip
+    add("--compile", action="store_true", help="compile the steps, and say what they take")
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and not isinstance(value, bool):
             check_number(f"--{name.replace('_', '-')}", value, 0, MOST, above=True)
     return options
 
@@ -151,6 +158,90 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def compiled(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """What each device takes of the compiled steps, in bytes: what comes in, what of it is written
+    in place, what goes out beside it, and what is computed in between.
+
+    Args:
+        options: the same as of `sizes`.
+        found: what that says.
+
+    Raises:
+        UserError: keys and values of so many bytes are no dtype's.
+    """
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from kvjax.cache import CacheSpec, as_codec, get_method
+    from kvjax.engine.decode import init_slots
+    from kvjax.engine.parallel import Parallel
+    from kvjax.models.decoder import abstract_params, logical_axes
+    from kvjax.models.parallel import Dealing, Split, dealt_shape
+
+    names = {1: "int8", 2: "bfloat16", 4: "float32"}
+    if options.kv_bytes not in names:
+        raise UserError(f"--kv-bytes {options.kv_bytes} with --compile: give 1, 2 or 4")
+    model, slots, devices = model_of(options), options.sequences, options.devices
+    codec = as_codec(names[options.kv_bytes], options.dtype)
+    spec = CacheSpec.of(model, codec, options.block_size)
+    dealing = Dealing.even(model.num_layers, model.num_kv_heads, devices)
+    parallel, axes = Parallel(model, dealing), logical_axes(model)
+    split = Split(dealing, parallel.mesh)
+
+    def lying(tree: Any, sharding: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    def dealt(path: Any, leaf: Any) -> Any:
+        (array,) = jax.tree.leaves(leaf)
+        shape = dealt_shape(array.shape, axes[path], dealing)
+        return lying(jax.ShapeDtypeStruct(shape, array.dtype), split.sharding(axes[path]))
+
+    flat: Any = nnx.to_flat_state(abstract_params(model, options.dtype))
+    params = nnx.from_flat_state([(path, leaf.replace(dealt(path, leaf))) for path, leaf in flat])
+    cache = parallel.shape_of_cache(
+        found["pool_blocks_per_device"],
+        num_slots=slots,
+        num_layers=spec.num_layers,
+        num_kv_heads=dealing.places,
+        head_dim=spec.head_dim,
+        max_blocks_per_head=found["block_table_width"],
+        block_size=spec.block_size,
+        codec=spec.codec,
+    )
+    method, steps = get_method("kv-compress"), parallel.steps(params)
+    state = lying(jax.eval_shape(lambda: init_slots(slots)), parallel.everywhere)
+    number = np.int32(0)
+    calls = {
+        "decode": (
+            model, method.decode, 8, None, params, cache, state, np.zeros(slots, np.int32), number,
+            np.zeros(1, np.int32), {},
+        ),
+        "prefill in pool": (
+            model, method.observer.without_query_heads, params, {}, cache, number,
+            np.zeros(options.prefill_chunk, np.int32), number,
+        ),
+    }  # fmt: skip
+    rows = {}
+    for name, arguments in calls.items():
+        program = steps[name].lower(*arguments).compile()  # type: ignore[attr-defined, index]
+        told = program.memory_analysis()
+        rows[name] = {
+            "arguments": told.argument_size_in_bytes,
+            "in place": told.alias_size_in_bytes,
+            "results": told.output_size_in_bytes - told.alias_size_in_bytes,
+            "temporaries": told.temp_size_in_bytes,
+        }
+    return rows
+
+
+PLANNED = ("weights", "pool, keys and values", "pool, metric and position", "free blocks",
+           "block tables", "context lengths", "slot states")  # fmt: skip
+"""Of the plan, what comes into a step."""
+
+
 def _elements(size: int) -> Any:
     """A codec whose rows have so many bytes per element, whatever they are."""
     from kvjax.cache import Codec
@@ -194,13 +285,24 @@ def show(found: dict[str, Any], device_gib: float) -> None:
         f"{found['model']}, {found['sequences']:,} sequences of {found['prompt_len']:,} tokens, "
         f"rate {found['rate']:g}, {found['devices']} devices"
     )
+    planned = sum(found["bytes_per_device"][name] for name in PLANNED)
+    for step, told in found.get("compiled", {}).items():
+        row = ", ".join(f"{name} {gib(count)}" for name, count in told.items())
+        facts.add_row(f"{step}, compiled", row)
+        facts.add_row("of these arguments planned", f"{planned / told['arguments']:.4f}")
     console.print(table)
     console.print(facts)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    if options.compile:
+        flags = f"--xla_force_host_platform_device_count={options.devices} {NOT_TO_RUN}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        os.environ["JAX_PLATFORMS"] = "cpu"
     found = sizes(options)
+    if options.compile:
+        found["compiled"] = compiled(options, found)
     show(found, options.device_gib)
     print(json.dumps(found))
     return 0

@@ -157,12 +157,19 @@ class Parallel:
 
     def new_cache(self, num_blocks: int, **sizes: Any) -> PagedCache:
         """An empty cache of so many blocks on each device; sizes as of `init_cache`."""
+        return self._cache_maker(num_blocks, sizes)(self._number)
 
+    def shape_of_cache(self, num_blocks: int, **sizes: Any) -> Any:
+        """The same as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
+        return self._cache_maker(num_blocks, sizes).eval_shape(self._number)
+
+    def _cache_maker(self, num_blocks: int, sizes: Mapping[str, Any]) -> Any:
         def local(number: jax.Array) -> PagedCache:
             shard = HeadShard(number, AXIS, self.dealing.heads)
             return init_cache(num_blocks=num_blocks, shard=shard, **sizes)
 
-        return jax.jit(self._mapped(local, (_BY_HEAD,), self._cache_spec))(self._number)
+        made = self._mapped(local, (_BY_HEAD,), self._cache_spec)
+        return jax.jit(made, out_shardings=self._lying(self._cache_spec))
 
     def prompt_maker(self, observer: Observer, room: int, dtype: Any) -> Callable[[], PromptKV]:
         """What makes an empty scratch for a prompt, as `empty_prompt` does: jitted."""

@@ -1,13 +1,18 @@
 """`python -m benchmarks.scale`: its sums against the arrays that the cache allocates."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks.scale import main
+from benchmarks.scale import PLANNED, main
 from kvjax.cache import init_cache
 from kvjax.cli import main_of
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -108,3 +113,22 @@ def test_more_devices_than_heads_have_places_that_are_empty(scale):
     for devices, found in ((8, few), (16, many)):
         wanted = attention / 8 + rest / devices
         assert found["weights"] == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_what_comes_into_compiled_steps_is_what_was_planned():
+    """On three devices that a CPU is made to look like."""
+    command = [sys.executable, "-m", "benchmarks.scale", "--compile", "--model", "smollm2-135m"]
+    command += ["--devices", "3", "--sequences", "4", "--prompt-len", "4096", "--rate", "8"]
+    done = subprocess.run(
+        [*command, "--prefill-chunk", "512"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    planned = sum(found["bytes_per_device"][name] for name in PLANNED)
+    for step in ("decode", "prefill in pool"):
+        told = found["compiled"][step]
+        # Beside the plan: which heads lie where, the arguments of the call.
+        assert 1 <= told["arguments"] / planned < 1.001
+        pool = sum(size for name, size in found["bytes_per_device"].items() if "pool" in name)
+        assert told["in place"] >= pool
+        assert told["results"] < 2**20

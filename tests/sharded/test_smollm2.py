@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.config import CALIBRATED
 from kvjax.engine import LLM, EngineConfig, SamplingParams
 from kvjax.models import LoadedModel, load_model
+from kvjax.models.parallel import Dealing
 
 TEXT = "The lighthouse keeper counted the ships that passed in the night, one by one. " * 12
 SIZES = EngineConfig(
@@ -21,14 +23,19 @@ def model(smollm2_path: Path) -> LoadedModel:
     return load_model("smollm2-135m", weights=smollm2_path)
 
 
-@pytest.mark.parametrize("method", ["kv-compress"])
+@pytest.mark.parametrize("method", ["kv-compress", CALIBRATED])
 def test_same_tokens_and_same_kvs_as_on_one_device(model, method):
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
     prompt = model.tokenizer.encode(TEXT)[:180]
     found = []
     for devices in (1, 2, 3):
         sizes = dataclasses.replace(SIZES, tensor_parallel=devices)
+        # Of the default method with the calibration that ships, by which heads are dealt, too.
         llm = LLM(model, CompressionConfig(method=method, rate=4, floor=16), sizes)
+        dealt = llm.worker.parallel is not None and not llm.worker.parallel.dealing.same_as(
+            Dealing.even(30, 3, devices)
+        )
+        assert dealt == (method == CALIBRATED and devices > 1)
         llm.add_request(prompt, sampling, report_kept=True)
         while llm.has_unfinished():
             found += [output for output in llm.step() if output.finished]
