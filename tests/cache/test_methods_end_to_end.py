@@ -212,7 +212,10 @@ def smollm2(smollm2_path):
     )
     model = load_model(weights=smollm2_path)
     shape = model.config
-    arrays = calibrated(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.hidden_size)
+    arrays = calibrated(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.hidden_size,
+        shape.group_size,
+    )  # fmt: skip
     calibration = Calibration(arrays, model_hash(shape, model.params))
     return LLM(model, config=config, calibration=calibration)
 

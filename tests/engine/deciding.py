@@ -14,6 +14,8 @@ SIZES = EngineConfig(
     max_batch=2, max_len=56, block_size=4, prefill_chunk=32, prefill_scratch=32, pool_tokens=56,
     decode_steps_per_sync=2,
 )  # fmt: skip
+FULL = CompressionConfig(method="full")
+"""Two of these do not fit: one is preempted."""
 
 
 def recorded(llm: LLM) -> list[Any]:
@@ -61,10 +63,10 @@ def lead(llm: LLM, seed: int, rounds: int) -> None:
                 seed=int(rng.integers(99)), ignore_eos=True, stop=("q", "zz"),
             )  # fmt: skip
             prompt = rng.integers(0, 256, rng.choice([20, 40])).astype(np.int32)
-            asked = CompressionConfig(method="key-norm", rate=2, floor=8)
+            kinds = (CompressionConfig(method="key-norm", rate=2, floor=8), None, FULL, None, FULL)
             open_ones.append(
                 llm.add_request(
-                    prompt, sampling, asked if number % 3 == 0 else None,
+                    prompt, sampling, kinds[number % len(kinds)],
                     deadline=1e-9 if number % 7 == 6 else None,
                     on_output=raises if number % 5 == 4 else None,
                 )
@@ -76,7 +78,8 @@ def lead(llm: LLM, seed: int, rounds: int) -> None:
         if llm.scheduler.running and rng.random() < 0.3:
             request = llm.scheduler.running[0]
             if request.finish_reason is None:
-                llm.compress(request.id, 2)
+                with contextlib.suppress(UserError):  # its cache may be kept in full
+                    llm.compress(request.id, 2)
         llm.step()
     while llm.has_unfinished():
         llm.step()

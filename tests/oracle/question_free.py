@@ -14,27 +14,30 @@ import numpy as np
 from tests.oracle.scores import Prompt, Scores, avg_pool
 
 
-def calibrated(layers: int, heads: int, d: int, size: int | None = None) -> dict[str, np.ndarray]:
+def calibrated(
+    layers: int, heads: int, d: int, size: int | None = None, group: int = 2
+) -> dict[str, np.ndarray]:
     """What is measured of a model, not of a prompt: RoPE's frequencies, how much heads are used,
-    what a hidden state of `size` numbers (all queries of groups of two) tells of later reads."""
+    what a hidden state of `size` numbers (all queries of the groups) tells of later reads."""
+    size = group * heads * d if size is None else size
     frequency = np.array([10_000 ** (-2 * i / d) for i in range(d // 2)], np.float32)
     used = np.random.default_rng(4).permutation(layers * heads).reshape(layers, heads)
     return {
         "rope_frequency": np.tile(frequency, (layers, 1)),
         "head_budget": (used / 10).astype(np.float32),
         "retrieval_head": np.roll(used, 1).astype(np.float32),
-        **_semantic(layers, heads),
-        **_reads(layers, heads, 2 * heads * d if size is None else size),
-        **_surrogates(layers, heads, 2 * heads * d if size is None else size),
-        **_centres(layers, heads, d),
-        **_queries(layers, heads, d),
+        **_semantic(layers, group * heads),
+        **_reads(layers, heads, size),
+        **_surrogates(layers, heads, size),
+        **_centres(layers, group * heads, d),
+        **_queries(layers, group * heads, d),
     }
 
 
-def _semantic(layers: int, heads: int) -> dict[str, np.ndarray]:
+def _semantic(layers: int, queries: int) -> dict[str, np.ndarray]:
     """What query heads read of facts, and how far layers are off."""
     rngs = [np.random.default_rng((31, layer)) for layer in range(layers)]
-    found = np.stack([rng.permutation(2 * heads) for rng in rngs])
+    found = np.stack([rng.permutation(queries) for rng in rngs])
     error = np.array([rng.uniform(0.1, 1) for rng in rngs])
     return {"semantic_head": found.astype(np.float32), "layer_error": error.astype(np.float32)}
 
@@ -45,18 +48,18 @@ def semantic_heads(of: dict[str, np.ndarray], layer: int) -> list[int]:
     return sorted(range(len(row)), key=lambda g: (-row[g], g))[:4]
 
 
-def _queries(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:
+def _queries(layers: int, queries: int, d: int) -> dict[str, np.ndarray]:
     """Queries of six tokens before RoPE."""
     rngs = [np.random.default_rng((29, layer)) for layer in range(layers)]
-    found = np.stack([rng.standard_normal((6, 2 * heads, d)) for rng in rngs])
+    found = np.stack([rng.standard_normal((6, queries, d)) for rng in rngs])
     return {"reference_query": found.astype(np.float32)}
 
 
-def _centres(layers: int, heads: int, d: int) -> dict[str, np.ndarray]:
+def _centres(layers: int, queries: int, d: int) -> dict[str, np.ndarray]:
     """Mean queries before RoPE, and the mean sizes of their pairs, which are larger."""
     rngs = [np.random.default_rng((23, layer)) for layer in range(layers)]
-    centre = np.stack([rng.standard_normal((2 * heads, d)) for rng in rngs])
-    more = np.stack([rng.uniform(0, 1, (2 * heads, d // 2)) for rng in rngs])
+    centre = np.stack([rng.standard_normal((queries, d)) for rng in rngs])
+    more = np.stack([rng.uniform(0, 1, (queries, d // 2)) for rng in rngs])
     size = np.hypot(centre[..., : d // 2], centre[..., d // 2 :]) + more
     return {"query_centre": centre.astype(np.float32), "query_size": size.astype(np.float32)}
 
