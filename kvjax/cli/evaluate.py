@@ -11,7 +11,12 @@ appended to a JSONL file, and a run that was stopped goes on where it was. A Mar
     kvjax evaluate --quick --kv-dtype bfloat16,int8,int4
     kvjax evaluate --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
         --data ./data --tasks needle,ruler,longbench --length 4096,16384 --rows 20 --out llama.jsonl
+    kvjax evaluate --paper kv-compress-1 --data ./data --weights ./Llama-3.1-8B-Instruct
     kvjax plot results.jsonl                    # pictures of it
+
+--paper runs what a table of a paper has of LongBench, at its settings, and puts its figures beside
+ours: kv-compress-1, kv-compress-2, kv-compress-figure-4, kv-compress-figure-6, pyramidkv-11,
+pyramidkv-12, pyramidkv-13. --methods adds further rows to it; --rows takes fewer prompts.
 
 The full cache always runs too, first. --data names a folder in which needle/, books/, longbench/,
 gsm8k/ and xsum/ are looked for; --haystack, --texts, --longbench, --gsm8k and --xsum name them one
@@ -23,7 +28,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.models import (
     add_calibration_option,
@@ -33,6 +38,7 @@ from kvjax.cli.models import (
     chosen_calibration,
     load_chosen_model,
 )
+from kvjax.cli.papers import chosen_table
 from kvjax.cli.progress import Progress, TimeLeft, spell
 from kvjax.cli.rows import (
     add_row_options,
@@ -64,11 +70,20 @@ USUAL = {
 }
 
 
+if TYPE_CHECKING:
+    from kvjax.eval.papers import PaperTable
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser.add_argument_group("model"))
 
     what = parser.add_argument_group("what is compared (lists are separated by commas)")
     what.add_argument("--quick", action="store_true", help="a small run: minutes on a CPU")
+    what.add_argument(
+        "--paper",
+        metavar="TABLE",
+        help="get a paper's table of LongBench again, at its settings",
+    )
     what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
     add_calibration_option(what)
     what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
@@ -117,17 +132,19 @@ def run(options: argparse.Namespace) -> int:
     from kvjax.eval.run import variants_of
     from kvjax.eval.sizes import EvaluatorConfig
 
+    paper = chosen_table(options) if options.paper is not None else None
     fill_in(options, QUICK if options.quick else USUAL)
     stored = split_list("kv-dtype", options.cache_dtypes) if options.cache_dtypes else []
     check_cache_dtypes(stored)
     methods, rates = choose_methods(options.methods), rates_of(options.rates)
-    variants = variants_of(methods, rates, stored)
+    variants = variants_of(methods, rates, stored) if paper is None else paper.variants
     protocols = choose_protocols(options.protocols)
     check_rows(options)
     config = EvaluatorConfig(
         block_size=options.block_size,
         num_slots=16 if options.batch is None else options.batch,
-        floor=options.floor,
+        floor=options.floor if paper is None else paper.floor,
+        rates_as_caps=paper is not None,
         context_length=options.context_length,
         max_new_tokens=options.max_new_tokens,
         answers=not options.no_answers,
@@ -136,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     check_model_options(options)
     table = table_beside(options)
     with Progress() as progress:
-        return evaluate(options, config, variants, protocols, table, progress)
+        return evaluate(options, config, variants, protocols, table, progress, paper)
 
 
 def evaluate(
@@ -146,12 +163,14 @@ def evaluate(
     protocols: list[str],
     table: Path,
     progress: Progress,
+    paper: "PaperTable | None" = None,
 ) -> int:
     """Load the model, make the rows, run, write the table."""
     import jax.numpy as jnp
 
     from kvjax.cache import get_method
     from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.eval import papers
     from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
@@ -159,7 +178,7 @@ def evaluate(
     from kvjax.eval.run import tokenised
     from kvjax.eval.scorers import check_library
     from kvjax.eval.sizes import slots_for
-    from kvjax.eval.table import report
+    from kvjax.eval.table import EVERY, report
 
     start = time.perf_counter()
     enable_compilation_cache()
@@ -171,7 +190,9 @@ def evaluate(
     evaluator = Evaluator(model, config, artefacts)
     skipped = Skipped()
     progress("prompts")
-    rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    fields = {} if paper is None else paper.task_options
+    rows = collect_rows(options, model.tokenizer, skipped, **fields)
+    rows = tokenised(evaluator, rows, skipped)
     if config.answers or config.free_tokens:
         for metric in {row.metric for row, _ in rows}:
             check_library(metric)
@@ -196,6 +217,9 @@ def evaluate(
     }
     if calibration is not None:
         settings["calibration"] = calibration.recipe.get("data", "")
+    limit = f"{evaluator.limit} tokens"
+    if paper is not None:
+        settings["paper"], limit = paper.name, f"the paper's, or than {limit} with their answer"
     status = 0
     with ResultsFile(options.out, settings) as file:
         held = len(file.results)
@@ -209,12 +233,15 @@ def evaluate(
             f"{model.config.name} ({settings['weights']}, {dtype}), blocks of {config.block_size}",
             f"{len(rows)} prompts, {len(file.results)} results",
             f"rows skipped: {len(skipped.reasons)}",
-            f"prompts longer than {evaluator.limit} tokens, middle cut out: {shortened}",
+            f"prompts longer than {limit}, middle cut out: {shortened}",
         ]
         if file.results:
-            page = report(file.results, "Cache compression compared", notes)
+            if paper is None:
+                page, end = report(file.results, "Cache compression compared", notes), EVERY
+            else:
+                page, end = papers.page(paper, file.results, notes), papers.EVERY
             table.write_text(page, encoding="utf-8")
-            print(page.split("## Every line")[0].rstrip())
+            print(page.split(end)[0].rstrip())
     seconds = time.perf_counter() - start
     print(
         f"\n{len(file.results) - held} results in {spell(seconds)} "

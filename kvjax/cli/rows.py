@@ -146,8 +146,8 @@ def find_data(options: argparse.Namespace, tasks: list[str]) -> dict[str, Path]:
     return paths
 
 
-def task_options(options: argparse.Namespace) -> Any:
-    """What the tasks are asked for, as `TaskOptions`."""
+def task_options(options: argparse.Namespace, **more: Any) -> Any:
+    """What the tasks are asked for, as `TaskOptions`, of which `more` are further fields."""
     from kvjax.eval.tasks import TaskOptions, expand_tasks
 
     return TaskOptions(
@@ -158,6 +158,7 @@ def task_options(options: argparse.Namespace) -> Any:
         seed=options.seed,
         target_tokens=options.target_tokens,
         **find_data(options, expand_tasks(split_list("tasks", options.tasks))),
+        **more,
     )
 
 
@@ -178,14 +179,16 @@ def check_rows(options: argparse.Namespace) -> None:
         read_prompts(Path(name), Skipped())
 
 
-def collect_rows(options: argparse.Namespace, tokenizer: Any, skipped: Any) -> list[Any]:
-    """The rows of all tasks and prompt files."""
+def collect_rows(
+    options: argparse.Namespace, tokenizer: Any, skipped: Any, **more: Any
+) -> list[Any]:
+    """The rows of all tasks and prompt files; `more` as of `task_options`."""
     from kvjax.eval.rows import read_prompts
     from kvjax.eval.tasks import Context, make_rows
 
     rows = []
     if options.tasks is not None:
-        context = Context(tokenizer, task_options(options), skipped)
+        context = Context(tokenizer, task_options(options, **more), skipped)
         rows += make_rows(split_list("tasks", options.tasks), context)
     for name in options.prompts:
         rows += read_prompts(Path(name), skipped)

@@ -34,7 +34,7 @@ from kvjax.eval import passes, told
 from kvjax.eval.repetition import Repetition
 from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import needs_answer
-from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, cache_spec, rate_blocks
+from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, cache_spec, kept_blocks
 from kvjax.models import LoadedModel
 from kvjax.models.rope import rope_artefacts
 
@@ -222,7 +222,7 @@ class _RowRun:
             cache = self.evaluator.empty_cache(most, stored)
             # Slots of a like size side by side: a batch decodes at the pace of its longest head.
             pending = [variant for variant in variants if variant.cache_dtype == stored]
-            pending.sort(key=lambda v: (v.rate, v.method))
+            pending.sort(key=lambda v: (v.rate, -(v.cap or float("inf")), v.method))
             while pending:
                 cache, batch, pending = cuts.admit(cache, pending)
                 cache, results = cuts.score(cache, batch)
@@ -316,7 +316,7 @@ class _Cut:
         method, config = get_method(variant.method), evaluator.config
         scores, seconds = run.metric(method, self.cut)
         k, v, cut, at = run.dense.k, run.dense.v, np.int32(self.cut), np.int32(slot)
-        keep = rate_blocks(self.cut, variant.rate, evaluator.heads, config.block_size, config.floor)
+        keep = kept_blocks(variant, self.cut, evaluator.heads, config)
         shortfall = 0
         if keep == NO_BUDGET or not method.compresses:
             args = (cache, at, k, v, scores.metric, cut)

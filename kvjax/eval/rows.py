@@ -65,6 +65,8 @@ class Row:
     """Where in the context the answer stands, 0 to 1."""
     turns: tuple[Turn, ...] = ()
     """Questions one after the other behind the prompt, each with the true answers before it."""
+    most_tokens: int | None = None
+    """Most tokens of context and question, if the model's context does not leave fewer."""
 
     def __post_init__(self):
         without_target = bool(self.turns) or self.metric == "own"
@@ -201,7 +203,7 @@ def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> Tok
     """The tokens of a row, at most `limit` with its target or generated answer.
 
     A longer one loses the middle of context and question: the first and the last half of what they
-    may have stay (LongBench's rule).
+    may have stay (LongBench's rule). So does one of more than `Row.most_tokens`.
 
     Args:
         row: the row.
@@ -233,6 +235,8 @@ def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> Tok
     generated = needs_answer(row.metric) or row.metric == "own"
     answer = max(len(target), row.max_new_tokens if generated else 1)
     room = limit - len(head) - len(suffix) - len(prefix) - answer
+    if row.most_tokens is not None:
+        room = min(room, row.most_tokens)
     if room < 2:
         raise ValueError(f"no room for the context: the limit is {limit} tokens")
     removed = max(0, len(context) + len(question) - room)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from kvjax.cache import CacheSpec, as_codec, budget_blocks
+from kvjax.cache import CacheSpec, as_codec, budget_blocks, cache_cap
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
@@ -19,11 +19,14 @@ class Variant:
     rate: float
     cache_dtype: str | None = None
     """As of `kvjax.cache.as_codec`; None stores what is computed."""
+    cap: int | None = None
+    """Tokens' worth of KVs that are kept of every prompt, instead of a rate, which is 1 then."""
 
     @property
     def label(self) -> str:
         """What results call the method."""
-        return self.method if self.cache_dtype is None else f"{self.method} in {self.cache_dtype}"
+        name = self.method if self.cap is None else f"{self.method} at {self.cap} tokens"
+        return name if self.cache_dtype is None else f"{name} in {self.cache_dtype}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,8 @@ class EvaluatorConfig:
     """Variants of one prompt that run side by side."""
     floor: int = 0
     """Tokens' worth of KVs that every rate keeps at least."""
+    rates_as_caps: bool = False
+    """Whether a rate is a cap in whole blocks of every head, as in KV-Compress (`cache_cap`)."""
     context_length: int | None = None
     """Most tokens of a prompt and its answer, instead of the model's own limit."""
     max_target: int = 128
@@ -80,6 +85,20 @@ def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: in
         return NO_BUDGET
     least = heads if floor == 0 else budget_blocks(floor, 1, heads, block_size)
     return max(least, int(length * heads / (rate * block_size)))
+
+
+def kept_blocks(variant: Variant, length: int, heads: int, config: EvaluatorConfig) -> int:
+    """Blocks that a variant may keep of a prompt of `length` tokens, over all its heads.
+
+    Raises:
+        UserError: the rate or the cap is out of range.
+    """
+    b, cap = config.block_size, variant.cap
+    if cap is None and config.rates_as_caps and variant.rate > 1:
+        cap = cache_cap(length, variant.rate, b, config.floor)
+    if cap is None:
+        return rate_blocks(length, variant.rate, heads, b, config.floor)
+    return budget_blocks(cap, 1, heads, b)
 
 
 def cache_spec(

@@ -191,7 +191,8 @@ def _row(cells: Iterable[Any]) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """The lines of a Markdown table."""
     return [_row(head), _row("---" for _ in head), *map(_row, rows)]
 
 
@@ -225,7 +226,7 @@ def full_table(lines: Sequence[Line]) -> str:
         for line in lines
         if line.method == FULL
     ]
-    return "\n".join(_table(head, rows))
+    return "\n".join(markdown(head, rows))
 
 
 def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value: str) -> str:
@@ -256,7 +257,7 @@ def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value
         shown = [np.mean(c) if c and len(c) == len(tasks) else None for c in found]
         form = ".1f" if percent or value in ("rate", "smaller") else ".3f"
         rows.append((method, *(_number(v, form) for v in shown)))
-    return "\n".join(_table(("method", *(f"{rate:g}×" for rate in rates)), rows))
+    return "\n".join(markdown(("method", *(f"{rate:g}×" for rate in rates)), rows))
 
 
 def long_table(lines: Sequence[Line]) -> str:
@@ -289,7 +290,7 @@ def long_table(lines: Sequence[Line]) -> str:
         )
         for line in lines
     )
-    return "\n".join(_table(head, rows))
+    return "\n".join(markdown(head, rows))
 
 
 def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> str:
@@ -319,10 +320,11 @@ def report(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> 
                 mean = f", mean of {len(tasks)} tasks" if len(tasks) > 1 else ""
                 page += [f"## {name} (`{protocol}`{mean})", ""]
                 page += [rate_table(lines, protocol, tasks, value), ""]
-    page += ["## Every line", "", FOOT, "", long_table(lines), ""]
+    page += [EVERY, "", FOOT, "", long_table(lines), ""]
     return "\n".join(page)
 
 
+EVERY = "## Every line"
 FOOT = (
     "Means over prompts, 95 % bootstrap intervals over prompts in brackets. Scores × 100. "
     "free answer: how many greedy answers that are given no beginning hold the true one. "

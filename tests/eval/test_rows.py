@@ -1,5 +1,6 @@
 """The prompt format: segments, cuts, truncation, and what is said of rows that do not do."""
 
+import dataclasses
 import gzip
 import json
 
@@ -92,6 +93,19 @@ def test_targets_are_cut_and_generated_answers_need_room():
     assert tokenise(row, ByteTokenizer(), 600, 3).removed > 0
     with pytest.raises(ValueError, match="no room for the context: the limit is 40"):
         tokenise(row, ByteTokenizer(), 40, 3)
+
+
+def test_a_prompt_may_have_a_length_of_its_own():
+    whole = "".join(chr(ord("a") + i) for i in range(20))
+    row = make_row(head="<", context=whole[:15], question=whole[15:], suffix=">", most_tokens=8)
+    found = tokenise(row, ByteTokenizer(), 1000, 64)
+    kept = [bytes(part.tolist()).decode() for part in found.segments[:4]]
+    assert kept == ["<", "abcd", "qrst", ">"]
+    assert found.removed == 12
+    # No more than the model's context leaves.
+    long = dataclasses.replace(row, most_tokens=500)
+    assert tokenise(long, ByteTokenizer(), 1000, 64).removed == 0
+    assert tokenise(long, ByteTokenizer(), 25, 64).removed > 0
 
 
 @pytest.mark.parametrize(

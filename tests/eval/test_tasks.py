@@ -287,3 +287,56 @@ def test_every_task_makes_rows_of_a_data_folder():
 def test_every_task_of_the_development_data_makes_rows(data_dir):
     """The same on data that are not part of the repository, where they are."""
     rows_of_all_data(data_dir)
+
+
+class Marked(ByteTokenizer):
+    """A byte is a token, and ~ a mark that texts begin with."""
+
+    def __init__(self):
+        super().__init__()
+        self.adds_bos, self.bos_id, self.special_ids = True, ord("~"), frozenset([ord("~")])
+
+
+def test_longbench_in_a_papers_turn(longbench):
+    """The paper's marks where the tokenizer has them; without a turn, what texts begin with."""
+
+    def rows(tokenizer, **options):
+        given = TaskOptions(longbench=longbench, whole=True, rows=9, **options)
+        made = make_rows(["longbench"], Context(tokenizer, given, Skipped()))
+        return {row.task.removeprefix("longbench/"): row for row in made}
+
+    def around(row):
+        return row.head, row.suffix
+
+    turn = ("~user:", ":end")
+    made = rows(Marked(), turn=turn)
+    assert around(made["qasper"]) == turn
+    assert around(made["trec_e"]) == ("~", "")
+    # A tokenizer without these marks has the model's own template, here none.
+    assert around(rows(ByteTokenizer(), turn=turn)["qasper"]) == ("", "")
+    bare = rows(Marked(), turn=("", ""))
+    assert around(bare["qasper"]) == around(bare["trec_e"]) == ("~", "")
+    assert bare["qasper"].target == " He"
+    assert around(rows(ByteTokenizer())["trec_e"]) == ("", "")
+
+
+def test_longbench_has_all_rows_and_a_papers_length(longbench):
+    def rows(**options):
+        return rows_of("longbench", longbench=longbench, **options)
+
+    assert len(rows(rows=9)) == 2
+    every = rows(rows=9, whole=True)
+    assert len(every) == len({row.id for row in every}) == 3
+    assert len(rows(rows=1, whole=True)) == 2
+    assert {row.most_tokens for row in every} == {None}
+    # Answers of trec have at most 64 tokens, those of qasper 128.
+    limits = {row.metric: row.most_tokens for row in rows(rows=9, prompt_tokens=90)}
+    assert limits == {"f1": 90, "classification": 90}
+    limits = {
+        row.metric: row.most_tokens for row in rows(rows=9, prompt_tokens=90, prompt_and_answer=200)
+    }
+    assert limits == {"f1": 72, "classification": 90}
+    assert {row.metric: row.most_tokens for row in rows(rows=9, prompt_and_answer=200)} == {
+        "f1": 72,
+        "classification": 136,
+    }

@@ -42,6 +42,15 @@ class TaskOptions:
     """A folder with LongBench's rows and its two configuration files."""
     gsm8k: Path | None = None
     xsum: Path | None = None
+    whole: bool = False
+    """Data sets have all their rows to choose from, not those of the split alone."""
+    prompt_tokens: int | None = None
+    """Most tokens of LongBench's prompts, before a turn of a chat is put around them."""
+    prompt_and_answer: int | None = None
+    """Most tokens of such a prompt and its longest answer together."""
+    turn: tuple[str, str] | None = None
+    """What stands before and after LongBench's prompts, in place of the chat template, where the
+    tokenizer has these marks; nothing, where both are empty."""
 
     def __post_init__(self):
         if not self.lengths or min(self.lengths) < 32:
@@ -183,9 +192,10 @@ def background_room(context: Context, length: int, *others: str) -> int:
 def pick_rows[T](options: TaskOptions, name: str, rows: Sequence[T]) -> list[T]:
     """Some rows of a data set: those of the split in an order of the seed's, at most `rows`.
 
-    Every second row is for development, the others for test.
+    Every second row is for development, the others for test; with `whole` all are for both.
     """
-    own = list(rows[0 if options.split == "dev" else 1 :: 2]) or list(rows)
+    halves = [] if options.whole else rows[0 if options.split == "dev" else 1 :: 2]
+    own = list(halves) or list(rows)
     order = options.rng(name, "pick").permutation(len(own))[: options.rows]
     return [own[index] for index in order]
 

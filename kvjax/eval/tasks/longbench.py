@@ -3,7 +3,7 @@
 The folder holds `dataset2prompt.json` and `dataset2maxlen.json`, itself or below `config/`, and
 anywhere below it the subsets as .jsonl or .jsonl.gz with the official fields. Prompts, most new
 tokens and metrics are the official ones; the chat template is left out for the few-shot and code
-subsets.
+subsets, which begin as the checkpoint's texts do.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from kvjax.errors import UserError
 from kvjax.eval.files import open_text
 from kvjax.eval.rows import Row, read_jsonl
-from kvjax.eval.tasks.base import Context, MakeRows, chat_segments, pick_rows
+from kvjax.eval.tasks.base import Context, MakeRows, TaskOptions, chat_segments, pick_rows
 
 METRICS = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa"), "f1"),
@@ -66,6 +66,26 @@ def subset_files(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
+def _around(context: Context, base: str) -> tuple[str, str]:
+    """What stands before and after a prompt: a turn of a chat, or what every text begins with."""
+    tokenizer, turn = context.tokenizer, context.options.turn
+    if turn is not None and any(turn):
+        known = tokenizer.special_ids.intersection(tokenizer.encode(turn[0]))
+        turn = turn if known else None
+    if base in NO_CHAT or turn == ("", ""):
+        bos = tokenizer.bos_id if tokenizer.adds_bos else None
+        return ("" if bos is None else tokenizer.token_bytes(bos).decode()), ""
+    return chat_segments(tokenizer) if turn is None else turn
+
+
+def _most_tokens(options: TaskOptions, max_new: int) -> int | None:
+    """Most tokens of a prompt whose answer may have `max_new`; None for no limit."""
+    limits = [options.prompt_tokens] if options.prompt_tokens is not None else []
+    if options.prompt_and_answer is not None:
+        limits.append(options.prompt_and_answer - max_new)
+    return min(limits, default=None)
+
+
 def _row(context: Context, subset: str, values: Any, prompt: str, max_new: int) -> Row:
     """One row of a subset as a prompt. Raises ValueError where a field is missing or wrong."""
     if not isinstance(values, dict):
@@ -82,7 +102,7 @@ def _row(context: Context, subset: str, values: Any, prompt: str, max_new: int) 
         raise ValueError(f"the prompt of {base} has no {{context}}")
     body = before + values["context"]
     question = after.replace("{input}", values["input"])
-    head, suffix = ("", "") if base in NO_CHAT else chat_segments(context.tokenizer)
+    head, suffix = _around(context, base)
     # A text that goes on after the prompt begins with a blank, an answer of its own does not.
     space = "" if suffix or question[-1:].isspace() else " "
     digest = zlib.crc32((values["context"] + "\0" + values["input"]).encode())
@@ -101,6 +121,7 @@ def _row(context: Context, subset: str, values: Any, prompt: str, max_new: int) 
         classes=tuple(values.get("all_classes") or ()),
         max_new_tokens=max_new,
         stop=("\n",) if base in FIRST_LINE else (),
+        most_tokens=_most_tokens(context.options, max_new),
     )
 
 
