@@ -9,24 +9,32 @@ import pytest
 
 FOLDER = Path(__file__).parent / "sharded"
 DEVICES = 4
-SLOW = {"test_smollm2"}
-FILES = [
-    pytest.param(path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW))
-    for path in sorted(FOLDER.glob("test_*.py"))
-]
+ALL_SLOW, PARTLY_SLOW = {"test_smollm2"}, {"test_engine", "test_budget"}
+FILES = {path.stem for path in FOLDER.glob("test_*.py")}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(ALL_SLOW | PARTLY_SLOW)]
 
 
-@pytest.mark.parametrize("which", FILES)
-def test_on_several_devices(which):
+def run(which: str, marked: str) -> None:
+    """The tests of a file with a marker expression."""
     # Programs are small: compiling them is what takes the time.
     flags = (
         f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0 "
         "--xla_llvm_disable_expensive_passes=true"
     )
     environment = {**os.environ, "XLA_FLAGS": flags, "KVJAX_FAKE_DEVICES": str(DEVICES)}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", ""]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marked]
     done = subprocess.run(
         [*command, str(FOLDER / f"{which}.py")],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("which", sorted(FILES - ALL_SLOW))
+def test_on_several_devices(which):
+    run(which, "not slow")
+
+
+@pytest.mark.parametrize("which", SLOW)
+def test_more_on_several_devices(which):
+    run(which, "slow")

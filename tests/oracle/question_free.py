@@ -6,6 +6,7 @@ Written from the papers' and the authors' rules.
 from __future__ import annotations
 
 import cmath
+import functools
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ import numpy as np
 from tests.oracle.scores import Prompt, Scores, avg_pool
 
 
+@functools.cache
 def calibrated(
     layers: int, heads: int, d: int, size: int | None = None, group: int = 2
 ) -> dict[str, np.ndarray]:

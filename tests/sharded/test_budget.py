@@ -68,13 +68,14 @@ SIZES: dict[str, Any] = {"num_slots": SLOTS, "num_layers": LAYERS, "head_dim": 2
 SPLITS = [
     ("kv-compress", 3),
     ("ada-snapkv", 3),
-    ("ada-snapkv-kvpress", 3),
     ("pyramidkv-exact", 3),
-    ("pyramidkv-gini", 3),
-    ("fastgen", 3),
+    *(
+        pytest.param(name, 3, marks=pytest.mark.slow)
+        for name in ("ada-snapkv-kvpress", "pyramidkv-gini", "fastgen")
+    ),
 ]
-"""The cheapest blocks of all, by Ada-KV's count, the cheapest of each layer, evenly in a layer;
-layers by a measure; heads by need."""
+"""The cheapest blocks of all, by Ada-KV's count, the cheapest of each layer; evenly in a layer,
+layers by a measure, heads by need."""
 
 
 def _positions(cache) -> jax.Array:

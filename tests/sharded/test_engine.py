@@ -53,11 +53,12 @@ def on_one() -> dict:
     return {}
 
 
+NARROW = {"weight_dtype": "int8", "cache_dtype": "int4"}
 CASES = [
-    (2, "kv-compress", True, {}),
     (4, "kv-compress", False, {}),
     (2, CALIBRATED, True, {}),
-    (2, "key-norm", False, {"weight_dtype": "int8", "cache_dtype": "int4"}),
+    pytest.param(2, "kv-compress", True, {}, marks=pytest.mark.slow),
+    pytest.param(2, "key-norm", False, NARROW, marks=pytest.mark.slow),
 ]
 """Layers are stacked, or taken one by one as CPUs do; methods with calibrated arrays and what stays
 changed; weights, keys and values of few bits."""
@@ -117,6 +118,7 @@ def test_weights_come_back_as_they_were(devices, stacked):
     jax.tree.map(np.testing.assert_array_equal, back, model.params)
 
 
+@pytest.mark.slow
 def test_shared_prefixes_are_those_of_one_device(tmp_path):
     """Blocks of several owners on every device; a question goes on where it would on one."""
     document, found = PROMPTS[2], []

@@ -12,6 +12,8 @@ from kvjax.engine import LLM, EngineConfig, SamplingParams
 from kvjax.models import LoadedModel, load_model
 from kvjax.models.parallel import Dealing
 
+pytestmark = pytest.mark.slow
+
 TEXT = "The lighthouse keeper counted the ships that passed in the night, one by one. " * 12
 SIZES = EngineConfig(
     max_batch=1, max_len=256, prefill_chunk=192, prefill_scratch=192, pool_tokens=512
