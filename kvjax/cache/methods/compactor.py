@@ -19,11 +19,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.policy.allocate import ByLayer
 from kvjax.cache.policy.checks import MOST_WINDOW, check_numbers, check_wholes
+from kvjax.cache.policy.linear import cholesky_inverted
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.pooling import pool_metric
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned_back
@@ -83,8 +83,7 @@ class Compactor(Scorer):
             drawn = np.random.default_rng(self.seed).standard_normal((heads, d, self.sketch))
             x = x @ jnp.asarray(drawn / self.sketch**0.5, jnp.float32)
         gram = jnp.swapaxes(x, 1, 2) @ x + RIDGE * jnp.eye(x.shape[-1])
-        solved = jax.vmap(lambda g, y: cho_solve((jnp.linalg.cholesky(g), True), y.T).T)(gram, x)
-        return jnp.maximum(jnp.sum(x * solved, axis=-1), 0)
+        return jnp.sum(jnp.square(x @ jnp.swapaxes(cholesky_inverted(gram), 1, 2)), axis=-1)
 
     def _attention(
         self,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.policy.checks import check_numbers, check_wholes
+from kvjax.cache.policy.linear import cholesky_inverted
 from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned
@@ -113,8 +114,8 @@ def _solved(
 ) -> Float[Array, "n *m"]:
     """x of (gram + ridge · 1) x = right; gram is positive semidefinite."""
     # A head that weighs nothing at all: nothing to solve, and no 0 / 0.
-    whole = gram + jnp.maximum(ridge, 1e-20) * jnp.eye(gram.shape[0])
-    return jax.scipy.linalg.solve(whole, right, assume_a="pos")
+    inverse = cholesky_inverted(gram + jnp.maximum(ridge, 1e-20) * jnp.eye(gram.shape[0]))
+    return inverse.T @ (inverse @ right)
 
 
 def matched(base: Method, name: str) -> Method:

@@ -1,0 +1,19 @@
+"""Small positive definite systems against NumPy in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.cache.policy.linear import cholesky_inverted
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 32, 33])
+def test_the_factors_inverse_is_numpys(size):
+    """Of several matrices at once, of sizes that are powers of two and that are none."""
+    draws = np.random.default_rng(size).standard_normal((2, 3, size, size + 2))
+    gram = draws @ np.swapaxes(draws, -1, -2) + np.eye(size)
+    wanted = np.linalg.inv(np.linalg.cholesky(gram))
+    found = np.asarray(jax.jit(cholesky_inverted)(gram.astype(np.float32)))
+    assert found.shape == gram.shape
+    np.testing.assert_array_equal(found, np.tril(found))
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
