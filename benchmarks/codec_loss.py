@@ -2,12 +2,14 @@
 
     python -m benchmarks.codec_loss --data BOOK.txt.gz …          # SmolLM2, 3 texts of 320 tokens
     python -m benchmarks.codec_loss --data essays.jsonl.gz --texts 8 --tokens 1024 --types int8,int4
+    python -m benchmarks.codec_loss --data BOOK.txt.gz --types int4 --window 32
 
 Nothing is evicted. The first tokens of a text are a prompt: they attend to keys and values as they
 are. The last ones read everything coded, as decode steps do. Of each of these the distribution of
 the next token is compared with that of the same model without codes: the mean of Σ p log(p / q),
 its standard error, and the largest. What is told beside it is the squared error of keys and of
-values over their squares. The last line is one JSON object.
+values over their squares. With --window, each token reads the newest KVs as they are: what a
+residual window would gain, which the cache does not have. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -35,16 +37,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--texts", type=int, default=3, help="from all of them, evenly (%(default)s)")
     add("--tokens", type=int, default=320, help="of each (%(default)s)")
     add("--coded", type=int, default=64, help="of these, the last that read codes (%(default)s)")
+    add("--window", type=int, default=0, help="newest KVs that are read as they are (%(default)s)")
     options = parser.parse_args(arguments)
+    check_whole("--window", options.window, 0)
     check_whole("--texts", options.texts, 1)
     check_whole("--coded", options.coded, 1)
     check_whole("--tokens", options.tokens, options.coded + 1)
     return options
 
 
-def next_tokens(model: Any, codecs: list, tokens: int, coded: int):
+def next_tokens(model: Any, codecs: list, tokens: int, coded: int, window: int = 0):
     """A compiled function of a codec's number and token ids: log-probabilities behind each of the
-    last `coded` tokens, [coded, V], and the relative errors of keys and of values."""
+    last `coded` tokens, [coded, V], and the relative errors of keys and of values.
+
+    Each of these reads its newest `window` KVs, itself among them, uncoded.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -62,18 +69,26 @@ def next_tokens(model: Any, codecs: list, tokens: int, coded: int):
 
             return jax.lax.switch(number, [of(codec) for codec in codecs], rows)
 
-        def attended(q, k, v, rows):
-            s = jnp.einsum("qhrd,khd->hrqk", q[rows], k) / math.sqrt(d)
-            s = jnp.where(position[rows][:, None] >= position, s, -jnp.inf)
-            return jnp.einsum("hrqk,khd->qhrd", jax.nn.softmax(s, axis=-1), v)
+        def attended(q, rows, coded, exact):
+            """Of some rows: keys and values as they are where they are new, else coded."""
+            age = position[rows][:, None] - position
+            new = age < window
+            (k, v), (exact_k, exact_v) = coded, exact
+            s = jnp.einsum("qhrd,khd->hrqk", q[rows], k)
+            s = jnp.where(new, jnp.einsum("qhrd,khd->hrqk", q[rows], exact_k), s) / math.sqrt(d)
+            weights = jax.nn.softmax(jnp.where(age >= 0, s, -jnp.inf), axis=-1)
+            old, fresh = jnp.where(new, 0, weights), jnp.where(new, weights, 0)
+            return jnp.einsum("hrqk,khd->qhrd", old, v) + jnp.einsum(
+                "hrqk,khd->qhrd", fresh, exact_v
+            )
 
         def attend(carry, layer, q, k, v, hidden):
             q, k, v = (x[0].astype(jnp.float32) for x in (q, k, v))
             q = q.reshape(tokens, heads, -1, d)
             keys, values = through(k, 0), through(v, 1)
             out = jnp.concatenate([
-                attended(q, k, v, slice(0, first)),
-                attended(q, keys, values, slice(first, tokens)),
+                attended(q, slice(0, first), (k, v), (k, v)),
+                attended(q, slice(first, tokens), (keys, values), (k, v)),
             ])  # fmt: skip
             error = [jnp.sum((a - b) ** 2) / jnp.sum(b**2) for a, b in ((keys, k), (values, v))]
             return carry, out.reshape(1, tokens, -1, d).astype(hidden.dtype), jnp.stack(error)
@@ -108,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--data: a text is too short for {options.tokens} tokens")
         ids.append(np.asarray(found[: options.tokens], np.int32))
     codecs = [as_codec(kind, "float32") for kind in ("float32", *types)]
-    call = next_tokens(model, codecs, options.tokens, options.coded)
+    call = next_tokens(model, codecs, options.tokens, options.coded, options.window)
     exact = [np.asarray(call(0, one)[0], np.float64) for one in ids]
     rows = {}
     for number, kind in enumerate(types, 1):

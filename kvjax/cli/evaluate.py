@@ -14,13 +14,14 @@ appended to a JSONL file, and a run that was stopped goes on where it was. A Mar
     kvjax evaluate --paper kv-compress-1 --data ./data --weights ./Llama-3.1-8B-Instruct
     kvjax plot results.jsonl                    # pictures of it
 
---paper runs what a table of a paper has of LongBench, at its settings, and puts its figures beside
-ours: kv-compress-1, kv-compress-2, kv-compress-figure-4, kv-compress-figure-6, pyramidkv-11,
-pyramidkv-12, pyramidkv-13. --methods adds further rows to it; --rows takes fewer prompts.
+--paper runs what a table of a paper has of LongBench or RULER, at its settings, and puts its
+figures beside ours: kv-compress-1, kv-compress-2, kv-compress-figure-4, kv-compress-figure-6,
+pyramidkv-11, pyramidkv-12, pyramidkv-13, ruler-llama-8b, ruler-llama-70b, ruler-mistral. --methods
+adds further rows (to those of RULER at --rates); --rows takes fewer prompts.
 
 The full cache always runs too, first. --data names a folder in which needle/, books/, longbench/,
-gsm8k/ and xsum/ are looked for; --haystack, --texts, --longbench, --gsm8k and --xsum name them one
-by one. Without any, needles hide in topics of the Python documentation.
+ruler/, gsm8k/ and xsum/ are looked for; --haystack, --texts, --longbench, --ruler13, --gsm8k and
+--xsum name them one by one. Without any, needles hide in topics of the Python documentation.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--paper",
         metavar="TABLE",
-        help="get a paper's table of LongBench again, at its settings",
+        help="get a paper's table again, at its settings",
     )
     what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
     add_calibration_option(what)

@@ -52,6 +52,9 @@ def add_row_options(
     data.add_argument(
         "--longbench", type=Path, metavar="FOLDER", help="LongBench's rows and config"
     )
+    data.add_argument(
+        "--ruler13", type=Path, metavar="FOLDER", help="files of RULER's own tasks, by length"
+    )
     data.add_argument("--gsm8k", type=Path, metavar="FILE", help="GSM8K's rows")
     data.add_argument("--xsum", type=Path, metavar="FILE", help="XSUM's rows")
 
@@ -117,6 +120,7 @@ PLACES = {
     "haystack": ("needle", HAYSTACK_TASKS),
     "texts": ("books", ("continuation",)),
     "longbench": ("longbench", ("longbench",)),
+    "ruler13": ("ruler", ("ruler13",)),
     "gsm8k": ("gsm8k", ("gsm8k",)),
     "xsum": ("xsum", ("xsum",)),
 }

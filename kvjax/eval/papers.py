@@ -1,4 +1,4 @@
-"""Tables that papers print of LongBench, what runs to get them again, and the page of both.
+"""Tables that papers print of LongBench and RULER, what runs for them, and the page of both.
 
 `papers.toml` beside this file has the published figures, and what their authors' scripts fix.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import tomllib
+import zlib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
@@ -17,9 +18,6 @@ from kvjax.errors import UserError
 from kvjax.eval.results import Result
 from kvjax.eval.sizes import Variant
 from kvjax.eval.table import FULL, RESAMPLES, Interval, markdown
-
-TASK = "longbench/"
-"""What the tasks of the columns begin with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +39,10 @@ class PaperTable:
     name: str
     title: str
     model: str
+    task: str
+    """What the tasks of the columns begin with: "longbench" or "ruler13"."""
     columns: tuple[str, ...]
-    """Subsets of LongBench."""
+    """Subsets of LongBench, or lengths of RULER."""
     prompts: tuple[int, ...]
     """How many prompts the paper has of each."""
     rows: tuple[PaperRow, ...]
@@ -69,10 +69,15 @@ class PaperTable:
         every = [Variant(FULL, 1.0), *(row.variant for row in self.rows)]
         return list(dict.fromkeys(every))
 
-    def beside(self, methods: Sequence[str]) -> "PaperTable":
-        """The table with further methods at every cap and rate that it has."""
-        kept = dict.fromkeys((r.variant.rate, r.variant.cap) for r in self.rows)
-        kept.pop((1.0, None), None)
+    @property
+    def kept(self) -> list[tuple[float, int | None]]:
+        """Rates and caps of its rows, each once, but that of the full cache."""
+        every = dict.fromkeys((row.variant.rate, row.variant.cap) for row in self.rows)
+        return [one for one in every if one != (1.0, None)]
+
+    def beside(self, methods: Sequence[str], rates: Sequence[float] = ()) -> "PaperTable":
+        """The table with further methods at every cap and rate that it has, and at `rates`."""
+        kept = dict.fromkeys([*self.kept, *((float(rate), None) for rate in rates)])
         known = {row.variant for row in self.rows}
         more = [
             PaperRow(method, variant, None)
@@ -95,12 +100,17 @@ def paper_tables() -> dict[str, PaperTable]:
     """All tables, by name."""
     text = resources.files("kvjax.eval").joinpath("papers.toml").read_text(encoding="utf-8")
     found = tomllib.loads(text)
-    columns, prompts = tuple(found.pop("columns")), tuple(found.pop("prompts"))
+    usual = {name: found.pop(name) for name in ("task", "columns", "prompts")}
+
+    def of_all(table: dict[str, Any], name: str) -> Any:
+        return table.pop(name, usual[name])
+
     return {
         name: PaperTable(
             name=name,
-            columns=columns,
-            prompts=prompts,
+            task=of_all(table, "task"),
+            columns=tuple(of_all(table, "columns")),
+            prompts=tuple(of_all(table, "prompts")),
             rows=tuple(map(_row, table.pop("rows"))),
             turn=tuple(table.pop("turn")) if "turn" in table else None,
             **table,
@@ -128,7 +138,8 @@ class Cell:
 
     prompts: int
     draws: np.ndarray
-    """The mean of every resample of the prompts, and last of them all: [RESAMPLES + 1]."""
+    """The mean of every resample of the prompts, and last of them all: [RESAMPLES + 1]. Where a
+    column has several tasks, it is the mean of theirs."""
     kept: float
     """KVs held, as a share of the full cache's."""
 
@@ -143,32 +154,53 @@ def _interval(draws: np.ndarray) -> Interval:
 
 
 def _cells(table: PaperTable, results: Sequence[Result]) -> dict[tuple[str, Variant], Cell]:
-    """What was measured, by subset and variant, of the prompts that the full cache has, too."""
-    groups: dict[tuple[str, str, float], dict[str, Result]] = {}
+    """What was measured, by column and variant, of the prompts that the full cache has, too."""
+    groups: dict[tuple[str, str, float], dict[str, dict[str, Result]]] = {}
     for result in results:
-        key = result["task"].removeprefix(TASK), result["method"], float(result["rate"])
-        groups.setdefault(key, {})[result["id"]] = result
+        kind, _, column = result["task"].partition("/")
+        column, _, task = column.partition("/")
+        if kind == table.task:
+            key = column, result["method"], float(result["rate"])
+            groups.setdefault(key, {}).setdefault(task, {})[result["id"]] = result
     found = {}
     for column in table.columns:
         full = groups.get((column, FULL, 1.0), {})
         for variant in table.variants:
-            rows = groups.get((column, variant.label, variant.rate), {})
-            ids = sorted(set(rows) & set(full))
-            if not ids:
-                continue
-            drawn = np.random.default_rng(0).integers(0, len(ids), (RESAMPLES, len(ids)))
-            drawn = np.concatenate([drawn, np.arange(len(ids))[None]])
-            scores = np.array([rows[name]["score"] for name in ids])[drawn].mean(1)
-            if table.share:
-                below = np.array([full[name]["score"] for name in ids])[drawn].mean(1)
-                if below[-1] == 0:
-                    continue
-                # A sample in which the full cache scores nothing has no ratio.
-                shares = scores / np.where(below > 0, below, 1)
-                scores = np.where(below > 0, shares, shares[-1])
-            kept = float(np.mean([rows[name]["kvs"] / rows[name]["kvs_full"] for name in ids]))
-            found[column, variant] = Cell(len(ids), 100 * scores, kept)
+            parts = []
+            for task, rows in groups.get((column, variant.label, variant.rate), {}).items():
+                ids = sorted(set(rows) & set(full.get(task, {})))
+                seed = zlib.crc32(f"{column}/{task}".encode())
+                draws = _draws(rows, full.get(task, {}), ids, table.share, seed)
+                if draws is not None:
+                    kept = [rows[name]["kvs"] / rows[name]["kvs_full"] for name in ids]
+                    parts.append(Cell(len(ids), draws, float(np.mean(kept))))
+            if parts:
+                found[column, variant] = Cell(
+                    sum(part.prompts for part in parts),
+                    np.mean([part.draws for part in parts], axis=0),
+                    float(np.mean([part.kept for part in parts])),
+                )
     return found
+
+
+def _draws(
+    rows: dict[str, Result], full: dict[str, Result], ids: Sequence[str], share: bool, seed: int
+) -> np.ndarray | None:
+    """Means of resampled prompts and last that of all, × 100; None where there is none to tell."""
+    if not ids:
+        return None
+    # Of each task by itself: prompts of two are no pairs.
+    drawn = np.random.default_rng(seed).integers(0, len(ids), (RESAMPLES, len(ids)))
+    drawn = np.concatenate([drawn, np.arange(len(ids))[None]])
+    scores = 100 * np.array([rows[name]["score"] for name in ids])[drawn].mean(1)
+    if not share:
+        return scores
+    below = np.array([full[name]["score"] for name in ids])[drawn].mean(1)
+    if below[-1] == 0:
+        return None
+    shares = scores / np.where(below > 0, below, 1)
+    # A sample in which the full cache scores nothing has no ratio.
+    return np.where(below > 0, shares, shares[-1])
 
 
 def _kept(variant: Variant) -> str:
@@ -227,7 +259,7 @@ def _every(table: PaperTable, cells: dict) -> list[str]:
             mean = _interval(np.mean([cell.draws for cell in ours.values()], axis=0))
             lines.append((_kept(row.variant), row.row, f"`{row.variant.method}`", "mean", "", "",
                           "", mean.shown(2), ""))  # fmt: skip
-    head = ("kept", "row", "ours", "subset", "prompts", "KVs %", "published", "ours [95 %]", "off")
+    head = ("kept", "row", "ours", "column", "prompts", "KVs %", "published", "ours [95 %]", "off")
     return markdown(head, lines)
 
 

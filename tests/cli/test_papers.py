@@ -138,6 +138,35 @@ def test_prompts_lose_their_middle_at_the_papers_length(tiny, tmp_path, monkeypa
     assert "middle cut out: 2" in out
 
 
+def test_ruler_is_run_from_its_files(tiny, tmp_path):
+    for length in (4096, 8192):
+        place = tmp_path / "ruler" / f"{length}" / "data" / "vt"
+        place.mkdir(parents=True)
+        row = {"input": TEXT + "Which?", "outputs": ["AB", "CD"], "answer_prefix": " They are"}
+        (place / "validation.jsonl").write_text(json.dumps(row))
+    given = ("--paper", "ruler-llama-8b", "--ruler13", tmp_path / "ruler")
+    code, out, err = tiny(*given, "--methods", "streaming-llm", "--rates", "4")
+    assert code == 0, err
+    assert "not in the table: 16384, 32768" in err
+    rows = rows_of(tmp_path)
+    assert sorted((row["task"], row["method"]) for row in rows) == [
+        (f"ruler13/{length}/vt", method)
+        for length in (4096, 8192)
+        for method in ("full", "streaming-llm")
+    ]
+    for row in rows:
+        # What the answer begins with is fed after the compression.
+        assert row["prompt_tokens"] == row["compressed_tokens"] + len(" They are")
+        assert len(row["answer"].encode()) <= 30 * len("\ufffd".encode())
+    assert "1 of 6500" in (tmp_path / "r.md").read_text()
+    code, _, err = tiny(*given, "--methods", "streaming-llm")
+    assert code == 2
+    assert "has the full cache alone: give --rates, too" in err
+    code, _, err = tiny(*given, "--rates", "4")
+    assert code == 2
+    assert "unless --methods has some: leave out --rates" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -165,7 +194,7 @@ def test_bad_input_gets_one_line(tiny, arguments, says):
     ],
 )
 def test_what_a_table_says_itself_is_refused(tiny, arguments):
-    assert arguments[0] in {option for option, _ in SAID.values()}
+    assert arguments[0] in {"--rates", *(option for option, _ in SAID.values())}
     code, _, err = tiny("--paper", "kv-compress-1", *arguments)
     assert code == 2
     assert f"error: --paper kv-compress-1 says that itself: leave out {arguments[0]}" in err

@@ -340,3 +340,55 @@ def test_longbench_has_all_rows_and_a_papers_length(longbench):
         "f1": 72,
         "classification": 136,
     }
+
+
+RULERS_ROW = {"index": 0, "input": "VAR A = 1. Which?", "outputs": ["A", "B"], "length": 9}
+
+
+@pytest.fixture
+def ruler13(tmp_path) -> Path:
+    """A folder as RULER's scripts leave it, with tasks of two lengths."""
+    files = {
+        "4096/data/vt": [RULERS_ROW, {**RULERS_ROW, "outputs": []}, RULERS_ROW],
+        "4096/data/qa_1": [{**RULERS_ROW, "answer_prefix": " Answer:"}],
+        "8192/data/vt": [{**RULERS_ROW, "input": 1}, {**RULERS_ROW, "input": "~Which?"}],
+        "8192/data/vtx": [RULERS_ROW],
+        "vt": [RULERS_ROW],
+    }
+    for place, rows in files.items():
+        folder = tmp_path / "ruler" / place
+        folder.mkdir(parents=True)
+        (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "ruler"
+
+
+def test_rulers_own_tasks_are_as_their_files_have_them(ruler13):
+    skipped = Skipped()
+    options = TaskOptions(ruler13=ruler13, whole=True)
+    made = make_rows(["ruler13"], Context(Marked(), options, skipped))
+    rows = {row.task: row for row in made}
+    assert [*rows] == ["ruler13/4096/qa_1", "ruler13/4096/vt", "ruler13/8192/vt"]
+    assert len(made) == len(rows)
+    assert [reason.split(":")[0] for reason in skipped.reasons] == [
+        "vt/validation.jsonl row 2",
+        "vt/validation.jsonl row 1",
+    ]
+    vt, asked = rows["ruler13/4096/vt"], rows["ruler13/4096/qa_1"]
+    assert (vt.head, vt.context, vt.question, vt.suffix) == ("~", RULERS_ROW["input"], "", "")
+    assert (vt.metric, vt.answers, vt.target) == ("contains-all", ("A", "B"), " A, B")
+    assert (vt.max_new_tokens, vt.length, vt.answer_prefix) == (30, 4096, "")
+    assert (asked.metric, asked.answers, asked.target) == ("contains", ("A", "B"), " A")
+    assert (asked.max_new_tokens, asked.answer_prefix) == (32, " Answer:")
+    # What begins as texts do needs no other beginning.
+    assert rows["ruler13/8192/vt"].head == ""
+    assert {row.task for row in rows_of("ruler13/8192", ruler13=ruler13)} == {"ruler13/8192/vt"}
+
+
+def test_folders_without_what_ruler_needs(ruler13, tmp_path):
+    with pytest.raises(UserError, match="no prompts of 16384 tokens; it has those of 4096, 8192"):
+        rows_of("ruler13/16384", ruler13=ruler13)
+    with pytest.raises(UserError, match="give --ruler13 or --data"):
+        rows_of("ruler13")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="holds no task of RULER"):
+        rows_of("ruler13", ruler13=tmp_path / "none")

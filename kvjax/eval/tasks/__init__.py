@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvjax.errors import UserError
 from kvjax.eval.rows import Row
-from kvjax.eval.tasks import continuation, datasets, longbench, needles, news, ruler
+from kvjax.eval.tasks import continuation, datasets, longbench, needles, news, ruler, ruler_files
 from kvjax.eval.tasks.base import Context, MakeRows, TaskOptions
 
 TASKS: dict[str, MakeRows] = {
@@ -34,6 +34,11 @@ TASKS: dict[str, MakeRows] = {
         f"longbench/{subset}{kind}": longbench.one_subset(subset + kind)
         for subset in longbench.METRICS
         for kind in ("", "_e")
+    },
+    ruler_files.NAME: ruler_files.all_lengths,
+    **{
+        f"{ruler_files.NAME}/{length}": ruler_files.one_length(length)
+        for length in ruler_files.LENGTHS
     },
 }
 """What a task is called and what makes its rows."""

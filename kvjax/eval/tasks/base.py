@@ -40,6 +40,8 @@ class TaskOptions:
     """Long texts to continue: a file or a folder."""
     longbench: Path | None = None
     """A folder with LongBench's rows and its two configuration files."""
+    ruler13: Path | None = None
+    """A folder with the files of RULER's own tasks."""
     gsm8k: Path | None = None
     xsum: Path | None = None
     whole: bool = False
@@ -97,6 +99,12 @@ def chat_segments(tokenizer: Tokenizer) -> tuple[str, str]:
     if not found:
         raise UserError("the chat template does not show what the user says")
     return head, suffix
+
+
+def beginning(tokenizer: Tokenizer) -> str:
+    """What texts without a chat template begin with, by the checkpoint's own rule."""
+    bos = tokenizer.bos_id if tokenizer.adds_bos else None
+    return "" if bos is None else tokenizer.token_bytes(bos).decode()
 
 
 def next_turn(tokenizer: Tokenizer) -> str:

@@ -14,7 +14,14 @@ from typing import Any
 from kvjax.errors import UserError
 from kvjax.eval.files import open_text
 from kvjax.eval.rows import Row, read_jsonl
-from kvjax.eval.tasks.base import Context, MakeRows, TaskOptions, chat_segments, pick_rows
+from kvjax.eval.tasks.base import (
+    Context,
+    MakeRows,
+    TaskOptions,
+    beginning,
+    chat_segments,
+    pick_rows,
+)
 
 METRICS = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa"), "f1"),
@@ -73,8 +80,7 @@ def _around(context: Context, base: str) -> tuple[str, str]:
         known = tokenizer.special_ids.intersection(tokenizer.encode(turn[0]))
         turn = turn if known else None
     if base in NO_CHAT or turn == ("", ""):
-        bos = tokenizer.bos_id if tokenizer.adds_bos else None
-        return ("" if bos is None else tokenizer.token_bytes(bos).decode()), ""
+        return beginning(tokenizer), ""
     return chat_segments(tokenizer) if turn is None else turn
 
 
