@@ -218,20 +218,23 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _wide(table: PaperTable, rows: Sequence[PaperRow], cells: dict) -> list[str]:
-    """Rows of one cap or rate: what was published, what was measured, a column for each subset."""
-    lines = []
+    """Rows of one cap or rate: what was published, what was measured, in the columns that anything
+    was measured in (all of them before)."""
+    columns = [c for c in table.columns if any((c, v) in cells for v in table.variants)]
+    columns, lines = columns or list(table.columns), []
     for row in rows:
-        ours = [cells.get((column, row.variant)) for column in table.columns]
+        ours = [cells.get((column, row.variant)) for column in columns]
         found = [None if cell is None else cell.interval.mean for cell in ours]
         there = [n for n, cell in enumerate(ours) if cell is not None]
         if row.scores is not None:
+            scores = [row.scores[table.columns.index(column)] for column in columns]
             # A mean over other columns than ours would not compare.
-            mean = _mean([row.scores[n] for n in there or range(len(table.columns))])
-            lines.append((row.row, "published", *_shown([*row.scores, mean])))
+            mean = _mean([scores[n] for n in there or range(len(columns))])
+            lines.append((row.row, "published", *_shown([*scores, mean])))
         if there:
             mean = _mean([value for value in found if value is not None])
             lines.append((f"`{row.variant.method}`", "ours", *_shown([*found, mean])))
-    return markdown(("row", "", *table.columns, "mean"), lines)
+    return markdown(("row", "", *columns, "mean"), lines)
 
 
 def _every(table: PaperTable, cells: dict) -> list[str]:
