@@ -10,6 +10,7 @@ broken off. A method has a row where it was run on every prompt that the full ca
 """
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -49,6 +50,8 @@ def command(method: str, model: str, kinds: str, data: str, out: Path) -> list[s
         *("--split", SPLIT, "--length", f"{LENGTH}", "--seed", f"{SEED}", "--rows", f"{ROWS}"),
         *("--tasks", ",".join((*TASKS, TEXT)), "--protocols", ",".join(PROTOCOLS)),
         *("--rates", ",".join(f"{rate:g}" for rate in RATES), "--details", "0"),
+        # No page of its own: the leaderboard is written from the rows.
+        *("--table", os.devnull),
         *("--free-tokens", "0", *(("--kv-dtype", kinds) if kinds else ())),
     ]
 

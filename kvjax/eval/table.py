@@ -27,7 +27,9 @@ class Interval:
     high: float
 
     def shown(self, digits: int) -> str:
-        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        # 0 is added so that what rounds to nothing has no sign.
+        mean, low, high = (round(x, digits) + 0.0 for x in (self.mean, self.low, self.high))
+        return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def bootstrap(

@@ -102,6 +102,11 @@ def test_intervals_are_those_of_the_bootstrap():
     assert bootstrap([1.0], [0.0]) is None
 
 
+def test_what_rounds_to_nothing_has_no_sign():
+    assert Interval(-1e-9, -4e-4, 1e-4).shown(3) == "0.000 [0.000, 0.000]"
+    assert Interval(-0.0126, -1.5, 2).shown(2) == "-0.01 [-1.50, 2.00]"
+
+
 def test_rate_tables_average_over_tasks_or_say_nothing():
     other = [
         result(i, m, r, s, task="kv")

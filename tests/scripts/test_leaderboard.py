@@ -1,6 +1,7 @@
 """docs/leaderboard.md is what the committed results say, and rows are of the same prompts."""
 
 import json
+import os
 
 import pytest
 
@@ -81,6 +82,8 @@ def test_a_row_more_is_one_command(tmp_path, monkeypatch, capsys):
     pairs = dict(zip(options[::2], options[1::2], strict=True))
     assert pairs["--out"] == str(tmp_path / "leaderboard-smollm2-135m-kvcrush-snapkv.jsonl")
     assert pairs["--kv-dtype"] == "int8"
+    # Nothing else is left among the results.
+    assert pairs["--table"] == os.devnull
     assert choose_protocols(pairs["--protocols"]) == ["chat", "agnostic"]
     assert tuple(rates_of(pairs["--rates"])) == BOARD.RATES
     assert main_of(BOARD.main, ["--measure", "snapkv"]) == 2
