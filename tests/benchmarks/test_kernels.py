@@ -3,12 +3,14 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from benchmarks.kernels import __main__ as bench
 from benchmarks.kernels import compile as compiling
-from benchmarks.kernels import targets
+from benchmarks.kernels import memory, targets
 from kvjax.cli import main_of
 
 
@@ -19,6 +21,9 @@ from kvjax.cli import main_of
         (bench, ["--out", "/no/such/folder/x.json"], "/no/such/folder does not exist"),
         (compiling, [], "required: --target"),
         (compiling, ["--target", "gtx"], "invalid choice: 'gtx'"),
+        (memory, ["--max-len", "0"], "--max-len 0"),
+        (memory, ["--max-batch", "0"], "--max-batch 0"),
+        (memory, ["--layers", "3", "3"], "--layers 3"),
     ],
 )
 def test_bad_input_is_one_line(command, arguments: list[str], message: str, capsys) -> None:
@@ -85,3 +90,37 @@ def test_targets_are_judged() -> None:
         "move 8B: share of the bandwidth": True,
         "step 8B: share of the bandwidth": False,
     }
+
+
+def test_the_plan_is_compared_with_the_largest_step(monkeypatch) -> None:
+    """A prompt in the scratch stays there while others decode, results count that are not written
+    over an argument, and each layer adds what the third one does to two where they do not loop."""
+    whole = {"place": 2, "compress": 3}
+    two = {"prefill in scratch": 1, "decode": 7, "prefill in pool": 8}
+    three = {"prefill in scratch": 2, "decode": 8, "prefill in pool": 6}
+    sizes = iter([*whole.values(), *two.values(), *three.values()])
+
+    def compiled(function, arguments, donated, device, options):
+        beside = next(sizes) << 20
+        found = SimpleNamespace(
+            temp_size_in_bytes=beside - 100, output_size_in_bytes=400, alias_size_in_bytes=300
+        )
+        return SimpleNamespace(memory_analysis=lambda: found)
+
+    monkeypatch.setattr(memory, "compiled", compiled)
+    sizes_of_prompts = ["--prefill-chunk", "64", "--prefill-scratch", "128"]
+    options = memory.parse_arguments(["--max-batch", "2", "--max-len", "512", *sizes_of_prompts])
+    found = memory.compare("smollm2-135m", options, jax.devices()[0])
+    assert not list(sizes)
+    of_layers = {"prefill in scratch": 1 + 28, "decode": 7 + 28, "prefill in pool": 8}
+    assert found["steps"] == {step: size << 20 for step, size in (whole | of_layers).items()}
+    # Keys, values and metrics of thirty layers with three heads.
+    scratch = 30 * 3 * 128 * (2 * 64 * 2 + 4) + 4
+    assert found["beside"]["decode"] == scratch
+    assert found["beside"]["prefill in pool"] == 0
+    assert found["largest"] == "decode"
+    assert found["compiled"] == found["resident"] + (35 << 20) + scratch
+    assert found["planned"] == sum(found["planned_parts"].values())
+    assert found["difference"] == found["planned"] / found["compiled"] - 1
+    weights, pool, tables = (found["planned_parts"][name] for name in memory.PARTS[:3])
+    assert found["resident"] == weights + pool + tables
