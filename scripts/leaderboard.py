@@ -6,7 +6,8 @@ python scripts/leaderboard.py --measure snapkv --data DATA             # and wit
 python scripts/leaderboard.py --measure snapkv --data DATA --kv-dtype int8
 
 What is measured lies in benchmarks/results/leaderboard-MODEL-METHOD.jsonl and goes on where it was
-broken off. A method has a row where it was run on every prompt that the full cache was run on.
+broken off; whole ones are packed by gzip. A method has a row where it was run on every prompt that
+the full cache was run on.
 """
 
 import argparse
@@ -54,6 +55,13 @@ def command(method: str, model: str, kinds: str, data: str, out: Path) -> list[s
         *("--table", os.devnull),
         *("--free-tokens", "0", *(("--kv-dtype", kinds) if kinds else ())),
     ]
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Files of results in the order in which later ones win: what was just measured wins over what
+    was packed."""
+    found = {*folder.glob("evaluation-*.jsonl.gz"), *folder.glob("leaderboard-*.jsonl*")}
+    return sorted(found, key=lambda path: (path.suffix != ".gz", path.name))
 
 
 def results_of(paths: Iterable[Path]) -> list[dict]:
@@ -156,8 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if status := kvjax(["evaluate", *given]):
             return status
-    paths = sorted({*RESULTS.glob("evaluation-*.jsonl.gz"), *RESULTS.glob("leaderboard-*.jsonl*")})
-    found = page(results_of(paths))
+    found = page(results_of(paths_in(RESULTS)))
     if options.check:
         same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == found
         print("as the results have it" if same else "differs: run scripts/leaderboard.py")

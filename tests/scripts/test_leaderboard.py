@@ -1,5 +1,6 @@
 """docs/leaderboard.md is what the committed results say, and rows are of the same prompts."""
 
+import gzip
 import json
 import os
 
@@ -69,6 +70,15 @@ def test_results_of_other_prompts_are_passed_over(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert BOARD.results_of([path, path]) == [kept]
+
+
+def test_what_was_just_measured_wins_over_what_was_packed(tmp_path):
+    rows = {"a.jsonl.gz": 0, "a.jsonl": 1, "z.jsonl.gz": 0}
+    for name, em in rows.items():
+        text = json.dumps(result("fact", 3, "full", 1.0, em=em)) + "\n"
+        data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        (tmp_path / f"leaderboard-{name}").write_bytes(data)
+    assert [row["em"] for row in BOARD.results_of(BOARD.paths_in(tmp_path))] == [1]
 
 
 def test_a_row_more_is_one_command(tmp_path, monkeypatch, capsys):
