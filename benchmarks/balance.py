@@ -6,8 +6,8 @@ dealt by what a calibration says each keeps.
 
 Prompts run on one device: what each head keeps is the same on several. Largest over mean is that
 of the blocks of a device, for the mean of all texts and for the worst of them; what is saved is
-saved against a pool in which every head has as many blocks as the fullest. The last line is one
-JSON object.
+saved against a pool in which every head has as many blocks as the fullest. No dealing is below
+"least", for a head lies whole on one device. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -72,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         pool_tokens=2 * options.tokens,
     )
     rows = []
-    print(f"{'rate':>4}  {'devices':>7}  {'dealt':>7}  {'mean':>6}  {'worst':>6}  {'saved':>6}")
+    columns = ("mean", "worst", "least", "saved")
+    print("rate  devices    dealt", *(f"{name:>7}" for name in columns))
     for rate in options.rates:
         settings = CompressionConfig(method=options.method, rate=rate, floor=16)
         llm = LLM(model, settings, sizes, calibration=found)
@@ -82,6 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         padded = blocks.max((1, 2)) * blocks[0].size
         saved = 1 - blocks.sum() / padded.sum()
         for devices in options.devices:
+            least = max(1, blocks.sum(0).max() * devices / blocks.sum())
             for name, dealing in (
                 ("evenly", Dealing.even(len(load), load.shape[1], devices)),
                 ("by load", Dealing.by_load(load, devices)),
@@ -90,7 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
                 mean = on.sum(0).max() / on.sum(0).mean()
                 worst = (on.max(1) / on.mean(1)).max()
                 print(
-                    f"{rate:4}  {devices:7}  {name:>7}  {mean:6.3f}  {worst:6.3f}  {saved:6.1%}",
+                    f"{rate:4}  {devices:7}  {name:>7}  {mean:6.3f}  {worst:6.3f}  {least:6.3f}  "
+                    f"{saved:6.1%}",
                     flush=True,
                 )
                 rows.append([rate, devices, name, round(mean, 4), round(worst, 4)])

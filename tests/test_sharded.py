@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "sharded"
-DEVICES = 4
+DEVICES = 8
 ALL_SLOW, PARTLY_SLOW = {"test_smollm2"}, {"test_engine", "test_budget"}
 FILES = {path.stem for path in FOLDER.glob("test_*.py")}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(ALL_SLOW | PARTLY_SLOW)]

@@ -63,6 +63,14 @@ class Calibration:
         metadata = {"model_hash": self.model_hash, "recipe": json.dumps(dict(self.recipe))}
         write_arrays(path, "calibration", FORMAT, self.arrays, metadata)
 
+    def with_arrays(
+        self, arrays: Mapping[str, np.ndarray], recipe: Mapping[str, str] | None = None
+    ) -> "Calibration":
+        """The same with other arrays beside these or instead of them, and what made them."""
+        return dataclasses.replace(
+            self, arrays={**self.arrays, **arrays}, recipe={**self.recipe, **(recipe or {})}
+        )
+
     def check(self, model_hash: str, num_layers: int) -> None:
         """Raise `UserError` unless it is of this model."""
         if self.model_hash != model_hash:

@@ -11,6 +11,7 @@ it was.
     kvjax calibrate --data ./mine --tokens 2048   # a file or a folder of .txt, .md, .jsonl, .gz
     kvjax calibrate --weights ./Qwen3-8B --import ./KVzap-mlp-Qwen3-8B    # a published one
     kvjax calibrate --heads         # which heads look things up, for razor-attention and compresskv
+    kvjax calibrate --loads         # what heads keep, by which --tensor-parallel deals them
 """
 
 import argparse
@@ -41,6 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="retrieval heads alone, for razor-attention and compresskv; the file keeps what else "
         "it has",
+    )
+    how.add_argument(
+        "--loads",
+        action="store_true",
+        help="the load of heads alone, anew, by which they are dealt to several devices; the file "
+        "has to be there, and keeps what else it has",
     )
     how.add_argument("--texts", type=int, help="texts at most (all)")
     how.add_argument(
@@ -78,16 +85,24 @@ def run(options: argparse.Namespace) -> int:
     if options.published is not None:
         if options.data is not None or options.plot is not None:
             raise UserError("--import takes what is there: give no --data and no --plot with it")
-        if options.heads:
-            raise UserError("--import and --heads write different arrays: give one of them")
+        if options.heads or options.loads:
+            other = "--heads" if options.heads else "--loads"
+            raise UserError(f"--import and {other} write different arrays: give one of them")
         with Progress() as progress:
             return take(options, progress)
     if options.heads:
+        if options.loads:
+            raise UserError("--heads and --loads write different arrays: give one of them")
         if options.data is not None or options.plot is not None:
             raise UserError("--heads has prompts of its own: give no --data and no --plot with it")
         with Progress() as progress:
             return find_heads(options, progress)
+    if options.loads and options.plot is not None:
+        raise UserError("--loads fits nothing: give no --plot with it")
     texts = _texts(options)
+    if options.loads:
+        with Progress() as progress:
+            return find_loads(options, settings, texts, progress)
     with Progress() as progress:
         return calibrate(options, settings, texts, progress)
 
@@ -153,6 +168,35 @@ def find_heads(options: argparse.Namespace, progress: Progress) -> int:
     return 0
 
 
+def find_loads(options, settings, texts: list[str], progress: Progress) -> int:
+    """Load the model, count what its heads keep by a calibration, and write it into its file."""
+    from kvjax.cache.calibration import HEAD_LOAD, Calibration
+    from kvjax.cache.methods.predicted_reads import EXTRA, WEIGHT
+    from kvjax.engine.calibrate.loads import head_load
+    from kvjax.engine.calibrate.run import chosen_prompts
+
+    model, _ = load_chosen_model(options, progress)
+    out = options.out or Path(f"{model.config.name}.safetensors")
+    found = Calibration.load(out)
+    found.check(model.fingerprint, model.config.num_layers)
+    for name in (WEIGHT, EXTRA):
+        if name not in found.arrays:
+            raise UserError(
+                f"{out} has no array {name}, which says what heads keep: calibrate anew"
+            )
+    prompts = chosen_prompts(model, texts, settings)
+    loads = head_load(model, found.arrays, prompts, TimeLeft(progress))
+    found.with_arrays({HEAD_LOAD: loads}, {"loads": _source(options)}).save(out)
+    progress.clear()
+    print(f"for --tensor-parallel: {out}", file=sys.stderr)
+    return 0
+
+
+def _source(options: argparse.Namespace) -> str:
+    """What the texts are called in a recipe."""
+    return "this package's" if options.data is None else ", ".join(p.name for p in options.data)
+
+
 def calibrate(options, settings, texts: list[str], progress: Progress) -> int:
     """Load the model, calibrate it, write the file, say how good it is."""
     from kvjax.engine.calibrate import calibrate as run_all
@@ -162,8 +206,7 @@ def calibrate(options, settings, texts: list[str], progress: Progress) -> int:
     enable_compilation_cache()
     model, dtype = load_chosen_model(options, progress)
     out = options.out or Path(f"{model.config.name}.safetensors")
-    named = "this package's" if options.data is None else ", ".join(p.name for p in options.data)
-    recipe = {"model": model.config.name, "dtype": dtype, "source": named}
+    recipe = {"model": model.config.name, "dtype": dtype, "source": _source(options)}
     fit = run_all(
         model,
         texts,

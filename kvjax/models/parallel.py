@@ -23,8 +23,10 @@ SPLIT_AXES = ("kv_heads", "mlp", "vocab")
 """Names of the axes of parameters that are split."""
 
 
-_WORST = 16
-"""Shares count by this power: of a device and a rate that have more than others, most of all."""
+_WORST = 5
+"""Shares count squared so often: of a device and a rate that have more than others, most of all."""
+_KICKS = 400
+"""So often are some heads exchanged at random, to see whether more exchanges then help."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +109,11 @@ class Dealing:
 
     @classmethod
     def by_load(cls, load: np.ndarray, devices: int) -> "Dealing":
-        """So that devices get about as much of each of some loads, as far as their places allow.
+        """So that devices get about as much of each of some loads, and as many heads, as far as
+        their places allow: at the highest rates each head has one block, and no head has less.
 
-        The heaviest heads of all layers come first, each to the device that has least; then places
-        of one layer are exchanged, whichever two that evens out most, until none does.
+        The heaviest heads of all layers come first, each to the device that has least; then heads
+        of one layer are exchanged (`_exchanged`). The same loads are always dealt alike.
 
         Args:
             load: [L, H] or [L, H, R], what each head is expected to hold, in any unit: a load for
@@ -120,8 +123,10 @@ class Dealing:
         layers, heads = load.shape[:2]
         places = -(-heads // devices)
         loads = load.reshape(layers, heads, -1).astype(np.float64)
-        # Of each the mean device has 1.
+        loads = np.concatenate([loads, np.ones((layers, heads, 1))], axis=-1)
+        # Of each the mean device has 1; where one head alone has more, the device with it.
         share = loads * devices / np.maximum(loads.sum((0, 1)), np.finfo(np.float64).tiny)
+        share = share / np.maximum(share.max((0, 1)), 1)
         number = np.full((layers, devices, places), heads, np.int32)
         room, total = np.full((layers, devices), places), np.zeros((devices, share.shape[-1]))
         for at in np.argsort(-share.sum(-1), axis=None, kind="stable"):
@@ -131,16 +136,7 @@ class Dealing:
             number[layer, to, places - room[layer, to]] = head
             room[layer, to] -= 1
             total[to] += share[layer, head]
-        number = number.reshape(layers, -1)
-        # What lies in each place; nothing in an empty one.
-        held = np.pad(share, ((0, 0), (0, 1), (0, 0)))[np.arange(layers)[:, None], number]
-        while (change := _better(held, total)) is not None:
-            layer, one, other = change
-            moved = held[layer, one] - held[layer, other]
-            total[one // places] -= moved
-            total[other // places] += moved
-            for rows in (held, number):
-                rows[layer, [one, other]] = rows[layer, [other, one]]
+        number = _exchanged(number.reshape(layers, -1), share, devices)
         order = np.sort(number.reshape(layers, devices, places), axis=-1)
         return cls(order.reshape(layers, -1), heads, devices)
 
@@ -181,30 +177,64 @@ class Dealing:
         return x[np.arange(len(x))[:, None], self.place]
 
 
-def _better(held: np.ndarray, total: np.ndarray) -> tuple[int, int, int] | None:
-    """A layer and two of its places whose contents had better be exchanged: what evens out most;
-    None where nothing does.
+def _exchanged(number: np.ndarray, share: np.ndarray, devices: int) -> np.ndarray:
+    """Heads by place after exchanges within layers, by which devices get more even shares.
+
+    Whichever two places even out most are exchanged until none do; then some at random and again
+    whichever, which is taken back if it comes out worse (iterated local search: Lourenço, Martin &
+    Stützle 2003). Nothing here depends on the machine: every process finds the same.
 
     Args:
-        held: [L, devices × places, R], shares of loads in each place.
-        total: [devices, R], those of each device.
+        number: [L, devices × places] the head in each place, H in an empty one.
+        share: [L, H, R], of each of R loads what a head has; the mean device has 1.
+        devices: how many there are.
     """
+    layers, width = number.shape
+    on = np.arange(width) // (width // devices)
+    one, other = (at.astype(int) for at in np.triu_indices(width, 1))
+    apart = on[one] != on[other]
+    one, other = one[apart], other[apart]
+    if not len(one):
+        return number
+    number = number.copy()
+    held = np.pad(share, ((0, 0), (0, 1), (0, 0)))[np.arange(layers)[:, None], number]
+    total = held.reshape(layers, devices, -1, share.shape[-1]).sum((0, 2))
 
     def uneven(x: np.ndarray) -> np.ndarray:
-        return (x**_WORST).sum(-1)
+        for _ in range(_WORST):
+            x = x * x
+        return x.sum(-1)
 
-    places = held.shape[1] // len(total)
-    of = np.repeat(total, places, axis=0)  # by place
-    moved = held[:, :, None] - held[:, None]
-    now = uneven(of)
-    gain = now[:, None] + now - uneven(of[:, None] - moved) - uneven(of + moved)
-    device = np.arange(len(of)) // places
-    gain[:, device[:, None] == device] = 0
-    at = int(np.argmax(gain))
-    if gain.flat[at] <= 1e-12 * now.sum():
-        return None
-    layer, one, other = np.unravel_index(at, gain.shape)
-    return int(layer), int(one), int(other)
+    def exchange(layer: int, pair: int) -> None:
+        both = [one[pair], other[pair]]
+        moved = held[layer, both[0]] - held[layer, both[1]]
+        total[on[both[0]]] -= moved
+        total[on[both[1]]] += moved
+        for rows in (held, number):
+            rows[layer, both] = rows[layer, both[::-1]]
+
+    def even_out() -> float:
+        while True:
+            moved = held[:, one] - held[:, other]
+            now = uneven(total)
+            gain = now[on[one]] + now[on[other]]
+            gain = gain - uneven(total[on[one]] - moved) - uneven(total[on[other]] + moved)
+            layer, pair = divmod(int(np.argmax(gain)), len(one))
+            if gain[layer, pair] <= 1e-12 * (now[on[one[pair]]] + now[on[other[pair]]]):
+                return now.sum()
+            exchange(layer, pair)
+
+    rng, least = np.random.default_rng(0), even_out()
+    for _ in range(_KICKS):
+        before = held.copy(), number.copy(), total.copy()
+        for _ in range(rng.integers(2, 5)):
+            exchange(int(rng.integers(layers)), int(rng.integers(len(one))))
+        found = even_out()
+        if found < least:
+            least = found
+        else:
+            held, number, total = before
+    return number
 
 
 def spec_of(axes: tuple[str | None, ...], axis: str) -> PartitionSpec:

@@ -50,6 +50,24 @@ def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
     # Neither its state nor anything half written stays.
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "own.safetensors", "texts"]
+    # What heads keep is counted anew from what the file has.
+    loads = ["--weights", str(tiny_folder), "--loads", "--data", str(data), "--tokens", "96"]
+    loads += ["--texts", "6", "--out", str(out)]
+    old = dict(found.arrays)
+    Calibration({**old, "head_load": 0 * old["head_load"]}, found.model_hash, found.recipe).save(
+        out
+    )
+    assert main_of(CALIBRATE, loads) == 0
+    assert "for --tensor-parallel" in capsys.readouterr().err
+    again = Calibration.load(out)
+    assert again.recipe == {**found.recipe, "loads": "texts"}
+    assert sorted(again.arrays) == sorted(old)
+    for name, array in again.arrays.items():
+        np.testing.assert_array_equal(array, old[name], name)
+    Calibration({"mine": np.ones((2, 3))}, found.model_hash).save(tmp_path / "mine.safetensors")
+    assert main_of(CALIBRATE, [*loads[:-1], str(tmp_path / "mine.safetensors")]) == 2
+    assert "has no array reads_weight" in capsys.readouterr().err
+    (tmp_path / "mine.safetensors").unlink()
     # And the other commands take it.
     prompt = "once upon a time " * 20
     decode = ["--weights", str(tiny_folder), "--prompt", prompt, "--json"]
@@ -93,6 +111,9 @@ def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content
         (["--data", "/nowhere"], "there is no /nowhere"),
         (["--heads", "--data", "/nowhere"], "give no --data"),
         (["--heads", "--import", "/nowhere"], "give one of them"),
+        (["--loads", "--import", "/nowhere"], "--import and --loads write different arrays"),
+        (["--loads", "--heads"], "--heads and --loads write different arrays"),
+        (["--loads", "--plot", "x.png"], "--loads fits nothing"),
     ],
 )
 def test_options_are_refused_before_a_model_is_loaded(capsys, options, said):

@@ -15,9 +15,16 @@ from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.matched import REFERENCE_QUERY
-from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
+from kvjax.cache.methods.predicted_reads import (
+    CLAIM,
+    CLAIM_LEVELS,
+    EXTRA,
+    LEAST,
+    WEIGHT,
+    predicted,
+)
 from kvjax.cache.methods.triattention import QUERY_CENTRE, QUERY_SIZE
-from kvjax.engine.calibrate import CalibrationSettings, calibrate, run, shelf
+from kvjax.engine.calibrate import CalibrationSettings, calibrate, loads, run, shelf
 from kvjax.engine.calibrate.fit import (
     FIRST,
     Sums,
@@ -30,6 +37,7 @@ from kvjax.engine.calibrate.fit import (
 from kvjax.engine.calibrate.generated import KINDS, generated_text, planted
 from kvjax.engine.calibrate.teacher import Lesson, lesson
 from kvjax.engine.calibrate.texts import GENERATED, default_texts
+from kvjax.engine.dense import dense_pass
 from kvjax.engine.repeat import repeat_artefacts, repetitions, request_tokens
 from kvjax.errors import UserError
 from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
@@ -172,7 +180,7 @@ def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     assert (np.diff(arrays[CLAIM][0]) <= 0).all()
     shape = (config.num_layers, config.num_kv_heads)
     assert arrays[HEAD_BUDGET].shape == shape
-    assert arrays[HEAD_LOAD].shape == (*shape, len(run.LOAD_RATES))
+    assert arrays[HEAD_LOAD].shape == (*shape, len(loads.LOAD_RATES))
     np.testing.assert_allclose(arrays[HEAD_LOAD].mean((0, 1)), 1, rtol=1e-5)
     assert arrays[QUERY_CENTRE].shape == (config.num_layers, config.num_heads, config.head_dim)
     # A mean of sizes is no less than the size of a mean, and not much more here.
@@ -210,16 +218,37 @@ def test_heads_are_ranked_by_the_mean_of_their_scores(model):
 
 
 def test_heads_have_the_load_of_what_stays_of_them():
-    """The highest quarter, eighth, … of all predictions, wherever they are."""
+    """The highest quarter, eighth, … of a text's predictions, wherever they are."""
     predictions = np.random.default_rng(9).standard_normal((2, 3, 32)) * [[[1], [2], [3]]]
     ranked = sorted(np.ndindex(2, 3, 32), key=lambda at: -predictions[at])
-    found = run.head_load(predictions)
+    found = loads.kept_of(predictions)
     for at, stay in enumerate((48, 24, 12, 6)):
         expected = np.zeros((2, 3))
         for layer, head, _ in ranked[:stay]:
-            expected[layer, head] += 6 / stay
-        np.testing.assert_allclose(found[..., at], expected, rtol=1e-6)
+            expected[layer, head] += 1
+        np.testing.assert_array_equal(found[..., at], expected)
     assert found.shape == (2, 3, 4)
+
+
+def test_the_load_of_heads_is_that_of_all_texts(model, fit):
+    """Each is ranked by itself, what pads it left out; by the predictions of the method."""
+    arrays = {name: jnp.asarray(fit.calibration.arrays[name]) for name in (WEIGHT, EXTRA)}
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 256, size).astype(np.int32) for size in (70, 130)]
+    stay: np.ndarray | int = 0
+    for ids in prompts:
+        dense = dense_pass(model.config, model.params, jnp.asarray(ids), jnp.zeros(0, jnp.int32))
+        parts = [
+            predicted(
+                {name: array[layer] for name, array in arrays.items()},
+                dense.hidden[layer], dense.k[layer], dense.v[layer], jnp.arange(len(ids)),
+            ).T
+            for layer in range(model.config.num_layers)
+        ]  # fmt: skip
+        stay = stay + loads.kept_of(np.stack(parts))
+    found = loads.head_load(model, fit.calibration.arrays, prompts)
+    np.testing.assert_allclose(found, stay / np.mean(stay, axis=(0, 1)), rtol=0.02)
+    assert found.std(axis=(0, 1)).min() > 0
 
 
 def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:

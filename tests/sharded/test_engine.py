@@ -58,19 +58,22 @@ CASES = [
     (4, "kv-compress", False, {}),
     (2, CALIBRATED, True, {}),
     pytest.param(2, "kv-compress", True, {}, marks=pytest.mark.slow),
+    pytest.param(8, "kv-compress", True, {"layers": 3}, marks=pytest.mark.slow),
     pytest.param(2, "key-norm", False, NARROW, marks=pytest.mark.slow),
 ]
-"""Layers are stacked, or taken one by one as CPUs do; methods with calibrated arrays and what stays
-changed; weights, keys and values of few bits."""
+"""Layers are stacked, or taken one by one as CPUs do; one head for each of eight devices and one
+more; methods with calibrated arrays and what stays changed; weights, keys and values of few bits.
+"""
 
 
-@pytest.mark.parametrize(("devices", "method", "stacked", "dtypes"), CASES)
-def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, dtypes, on_one):
-    settings: dict[str, Any] = {"compress_every": 4, "protected": 4, **dtypes}
-    if method not in on_one:
-        on_one[method] = _answers(1, method, **settings)
+@pytest.mark.parametrize(("devices", "method", "stacked", "given"), CASES)
+def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, given, on_one):
+    settings: dict[str, Any] = {"compress_every": 4, "protected": 4, **given}
+    key = (method, *given.items())
+    if key not in on_one:
+        on_one[key] = _answers(1, method, **settings)
     found = _answers(devices, method, stacked, **settings)
-    for one, several in zip(on_one[method], found, strict=True):
+    for one, several in zip(on_one[key], found, strict=True):
         assert several.finish_reason == one.finish_reason == "length"
         assert several.token_ids == one.token_ids
         np.testing.assert_array_equal(several.stats.kept, one.stats.kept)
@@ -177,7 +180,7 @@ def test_calibrated_arrays_go_where_their_heads_go():
 
 def test_what_is_refused():
     for devices, method, said in (
-        (5, "kv-compress", "tensor_parallel 5: this process has 4 of kind cpu; give at most 4"),
+        (9, "kv-compress", "tensor_parallel 9: this process has 8 of kind cpu; give at most 8"),
         (2, "random", "method random with tensor_parallel 2: its scores join heads"),
         (2, "tova", "method tova with tensor_parallel 2"),
     ):

@@ -1,4 +1,4 @@
-"""A tiny model in which nothing comes out even on 2, 3 or 4 devices, and engines for it."""
+"""A tiny model in which next to nothing comes out even on several devices, and engines for it."""
 
 import dataclasses
 import functools
@@ -32,8 +32,10 @@ SIZES = EngineConfig(
 
 
 @functools.cache
-def model_of(stacked: bool, weight_dtype: str | None = None) -> LoadedModel:
-    config = dataclasses.replace(TINY, weight_dtype=weight_dtype)
+def model_of(
+    stacked: bool, weight_dtype: str | None = None, layers: int = TINY.num_layers
+) -> LoadedModel:
+    config = dataclasses.replace(TINY, weight_dtype=weight_dtype, num_layers=layers)
     params = init_params(config, "float32", seed=3, stacked=stacked)
     return LoadedModel(config, params, ByteTokenizer(), "dummy weights")
 
@@ -64,10 +66,11 @@ def engine_of(
     stacked: bool = True,
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
+    layers: int = TINY.num_layers,
     **settings,
 ) -> LLM:
     config = dataclasses.replace(SIZES, tensor_parallel=devices)
     calibration = made_calibration() if as_method(method).calibrated else "none"
     settled = engine_settings(method, **settings)
-    model = model_of(stacked, weight_dtype)
+    model = model_of(stacked, weight_dtype, layers)
     return LLM(model, settled, config, cache_dtype=cache_dtype, calibration=calibration)

@@ -30,6 +30,7 @@ from kvjax.engine.calibrate.fit import (
     solve,
     target,
 )
+from kvjax.engine.calibrate.loads import head_load
 from kvjax.engine.calibrate.practice import Practice, Practised, practise
 from kvjax.engine.calibrate.state import load, save
 from kvjax.engine.calibrate.teacher import Lesson, lesson
@@ -47,8 +48,6 @@ NEWEST = 8
 """Last tokens of a text whose claims are not counted: they are protected."""
 SUMMED = ("reads", "scores", "query", "query_size")
 """What a state has beside the sums of the fit and its samples."""
-LOAD_RATES = (4, 8, 16, 32)
-"""Rates of compression that what heads keep is foretold for."""
 SAVE_EVERY = 8
 """Texts between two states on disk."""
 
@@ -113,8 +112,8 @@ def calibrate(
     recipe: dict[str, str] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Fit:
-    """Make the arrays that `predicted-reads` reads, those of `duo-heads` and `triattention`, and
-    the queries of `matched:…`.
+    """Make the arrays that `predicted-reads` reads, those of `duo-heads` and `triattention`, the
+    queries of `matched:…`, and the load of heads.
 
     Args:
         model: the model.
@@ -129,15 +128,7 @@ def calibrate(
         UserError: fewer than two texts are long enough; the fit predicts no better than a constant;
             the state cannot be written.
     """
-    # Neighbours are alike, and every second one may be, too.
-    order: list[int] = np.random.default_rng(5).permutation(len(texts)).tolist()
-    chosen = [texts[i] for i in sorted(order[: settings.fitted])]
-    prompts = list(_prompts(model, chosen, settings))
-    if len(prompts) < 2:
-        raise UserError(
-            f"{len(prompts)} of {len(texts)} texts have {settings.least_tokens} tokens or more: "
-            "give at least 2, better 30"
-        )
+    prompts = chosen_prompts(model, texts, settings)
     digest = hashlib.sha256()
     for ids in prompts:
         digest.update(ids.tobytes() + b"/")
@@ -170,15 +161,37 @@ def calibrate(
         )  # fmt: skip
 
     fit = _fitted(model, learned, settings, own_hash, {**(recipe or {}), **made_of}, train)
+    loads = {HEAD_LOAD: head_load(model, fit.calibration.arrays, prompts, progress)}
+    fit = dataclasses.replace(fit, calibration=fit.calibration.with_arrays(loads))
     if kept is not None:
         kept.unlink(missing_ok=True)
     return fit
 
 
+def chosen_prompts(
+    model: LoadedModel, texts: Sequence[str], settings: CalibrationSettings
+) -> list[np.ndarray]:
+    """The tokens [T] of some texts, as many as are fitted at most, as a user's turn opens.
+
+    Raises:
+        UserError: fewer than two are long enough.
+    """
+    # Neighbours are alike, and every second one may be, too.
+    order: list[int] = np.random.default_rng(5).permutation(len(texts)).tolist()
+    chosen = [texts[i] for i in sorted(order[: settings.fitted])]
+    prompts = list(_prompts(model, chosen, settings))
+    if len(prompts) < 2:
+        raise UserError(
+            f"{len(prompts)} of {len(texts)} texts have {settings.least_tokens} tokens or more: "
+            "give at least 2, better 30"
+        )
+    return prompts
+
+
 def _prompts(
     model: LoadedModel, texts: Sequence[str], settings: CalibrationSettings
 ) -> Iterator[np.ndarray]:
-    """The tokens of each text that is long enough, as a user's turn opens."""
+    """The tokens of each text that is long enough."""
     head, _ = turn_of(model.tokenizer)
     for text in texts:
         # No token is longer than this on average.
@@ -329,19 +342,6 @@ def claim_table(
     return np.where(at >= 1, LEAST, found).astype(np.float32)
 
 
-def head_load(predictions: Float[np.ndarray, "L H N"]) -> Float[np.ndarray, "L H R"]:
-    """How many KVs each head keeps where those of the highest predictions stay, wherever they are.
-
-    Of the mean head, at each of `LOAD_RATES`.
-    """
-    loads = []
-    for rate in LOAD_RATES:
-        least = np.sort(predictions, axis=None)[-(predictions.size // rate)]
-        kept = np.mean(predictions >= least, axis=-1)
-        loads.append(kept / kept.mean())
-    return np.stack(loads, axis=-1).astype(np.float32)
-
-
 def _fitted(
     model: LoadedModel,
     learned: _Learned,
@@ -381,7 +381,6 @@ def _fitted(
         WEIGHT: weight,
         EXTRA: np.concatenate([extra, np.full_like(extra[..., :1], settings.tokens - 1)], axis=-1),
         CLAIM: np.tile(table, (model.config.num_layers, 1)),
-        HEAD_LOAD: head_load(predictions),
         HEAD_BUDGET: (learned.scores / tokens).astype(np.float32),
         QUERY_CENTRE: (learned.query / tokens).astype(np.float32),
         QUERY_SIZE: (learned.query_size / tokens).astype(np.float32),
