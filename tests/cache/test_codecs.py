@@ -159,7 +159,13 @@ def test_affine_rows_have_their_ends_and_hide_nothing():
         CacheSpec(L, H, 6, codec_of("affine2"))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "k5v4", "k5v3.6", "mustafar50", "affine4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("int8", "int4", "k5v4")))
+        for name in (*NAMES, "k5v4", "k5v3.6", "mustafar50", "affine4")
+    ],
+)
 def test_a_cache_of_codes_is_that_of_the_rows_they_decode_to(name):
     """Written, moved, compressed and attended to, with the metric."""
     q = jnp.asarray(np.random.default_rng(8).standard_normal((S, 2 * H, D)), jnp.float32)

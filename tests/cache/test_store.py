@@ -191,7 +191,11 @@ def test_a_budget_in_bytes_is_what_the_blocks_take(tiny_params):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("stored", "like"),
-    [("bfloat16", Cast()), ("int8", Coded(of=Integers())), ("int4", Coded(of=Integers(bits=4)))],
+    [
+        pytest.param("bfloat16", Cast(), marks=pytest.mark.slow),
+        pytest.param("int8", Coded(of=Integers()), marks=pytest.mark.slow),
+        ("int4", Coded(of=Integers(bits=4))),
+    ],
     ids=["bfloat16", "int8", "int4"],
 )
 def test_a_pool_of_fewer_bits_is_one_of_rounded_rows(stored, like, tiny_params):  # noqa: F811
