@@ -282,8 +282,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
 
-    import jax.numpy as jnp
-
     from kvjax.cache import get_method
     from kvjax.engine.compilation import enable_compilation_cache
 
@@ -292,12 +290,11 @@ def main(arguments: list[str] | None = None) -> int:
         model, dtype = load_chosen_model(options, progress)
         methods = [get_method(name) for name in options.methods]
         calibration = chosen_calibration(options, model, methods, progress)
-        arrays = {} if calibration is None else calibration.arrays
         made = [
             ledger(model.tokenizer, options.seed, number, options.tokens)
             for number in range(options.prompts)
         ]
-        artefacts = {name: jnp.asarray(array) for name, array in arrays.items()}
+        artefacts = {} if calibration is None else calibration.on_device()
         runner = Runner(model, artefacts, made, options.every)
         progress("full cache")
         kvs_full = float(np.mean([runner.spec.heads * (len(g.prompt) + len(g.said)) for g in made]))

@@ -8,6 +8,7 @@ compared, the logits of both models are.
     python -m benchmarks.kvpress --peer-python ~/torch/bin/python --data ./data
     python -m benchmarks.kvpress --peer-python PYTHON --prompts mine.jsonl \\
         --presses snapkv,streaming-llm --protocols chat,agnostic --rates 8,32
+    python -m benchmarks.kvpress --peer-python PYTHON --reference matched:predicted-reads-blind
 
 --peer-python is a Python with torch and kvpress (kvjax itself needs neither). Results are
 appended to a JSONL file, and a run that was stopped goes on where it was; a Markdown table stands
@@ -48,6 +49,7 @@ from kvjax.cli import (
     load_chosen_model,
     run_script,
 )
+from kvjax.cli.models import add_calibration_option, chosen_calibration
 from kvjax.cli.progress import TimeLeft, spell
 from kvjax.cli.rows import (
     add_row_options,
@@ -68,6 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m benchmarks.kvpress", description=__doc__)
     parser.add_argument("--peer-python", required=True, help="a Python with torch and kvpress")
     add_model_options(parser, files_only=True)
+    add_calibration_option(parser)
     parser.add_argument(
         "--export", type=Path, metavar="FOLDER", help="keep the weights for the peer here"
     )
@@ -293,6 +296,7 @@ def compare(
     progress: Progress,
 ) -> int:
     """Load, run ours, run theirs, write the table."""
+    from kvjax.cache.methods import get_method
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.results import ResultsFile
@@ -303,7 +307,10 @@ def compare(
     methods, rates, protocols, presses = choices
     enable_compilation_cache()
     model, _ = load_chosen_model(options, progress)
-    evaluator, skipped = Evaluator(model, config), Skipped()
+    named = [get_method(name) for name in methods]
+    calibration = chosen_calibration(options, model, named, progress)
+    evaluator = Evaluator(model, config, {} if calibration is None else calibration.on_device())
+    skipped = Skipped()
     progress("prompts")
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
     for row, _ in rows:
@@ -322,6 +329,8 @@ def compare(
         "free_tokens": config.free_tokens,
         "peer": " ".join(f"{name} {version}" for name, version in versions.items()),
     }
+    if calibration is not None:
+        settings["calibration"] = calibration.recipe.get("data", "")
     status = 0
     with (
         ResultsFile(options.out, settings) as file,

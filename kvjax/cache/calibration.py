@@ -8,6 +8,8 @@ import json
 import os
 from collections.abc import Mapping
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.files import read_arrays, write_arrays
@@ -70,6 +72,10 @@ class Calibration:
         return dataclasses.replace(
             self, arrays={**self.arrays, **arrays}, recipe={**self.recipe, **(recipe or {})}
         )
+
+    def on_device(self) -> dict[str, jax.Array]:
+        """The arrays, each whole on the default device."""
+        return {name: jnp.asarray(array) for name, array in self.arrays.items()}
 
     def check(self, model_hash: str, num_layers: int) -> None:
         """Raise `UserError` unless it is of this model."""

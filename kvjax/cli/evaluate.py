@@ -167,7 +167,6 @@ def evaluate(
     paper: "PaperTable | None" = None,
 ) -> int:
     """Load the model, make the rows, run, write the table."""
-    import jax.numpy as jnp
 
     from kvjax.cache import get_method
     from kvjax.engine.compilation import enable_compilation_cache
@@ -186,8 +185,7 @@ def evaluate(
     model, dtype = load_chosen_model(options, progress)
     named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
     calibration = chosen_calibration(options, model, named, progress)
-    arrays = {} if calibration is None else calibration.arrays
-    artefacts = {name: jnp.asarray(array) for name, array in arrays.items()}
+    artefacts = {} if calibration is None else calibration.on_device()
     evaluator = Evaluator(model, config, artefacts)
     skipped = Skipped()
     progress("prompts")

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from benchmarks.kvpress import __main__ as command
 from benchmarks.kvpress import presses, process, report
 from benchmarks.kvpress.checkpoint import export
+from kvjax.cache.calibration import Calibration
 from kvjax.cli import Progress, main_of
 from kvjax.errors import UserError
 from tests.tiny import TINY, write_tiny
@@ -294,6 +295,28 @@ def test_another_reference_at_the_same_kvs_runs_no_press(run, tmp_path):
     for press in ("kvzip", "streaming-llm"):
         first, second = (ours[f"kvpress:{press}@{name}"] for name in ("kv-compress", "h2o"))
         assert [first[name] for name in same] == [second[name] for name in same]
+
+
+@pytest.mark.slow
+def test_a_reference_that_reads_a_calibration(run, tmp_path, tiny_folder):
+    from kvjax.models import load_model
+
+    rng, heads = np.random.default_rng(0), TINY.num_kv_heads
+    weight = rng.standard_normal((TINY.num_layers, TINY.hidden_size, heads)).astype(np.float32)
+    extra = np.zeros((TINY.num_layers, heads, 5), np.float32)
+    arrays = {"reads_weight": weight, "reads_extra": extra}
+    of = load_model(weights=tiny_folder).fingerprint
+    Calibration(arrays, of, {"data": "a book"}).save(tmp_path / "one.safetensors")
+    given = "--presses", "kvzip", "--reference-only", "--reference", "predicted-reads-blind"
+    code, _, err = run(*given, "--calibration", tmp_path / "one.safetensors")
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    kvs = {row["method"]: row["kvs"] for row in rows}
+    assert kvs["kvpress:kvzip@predicted-reads-blind"] == kvs["predicted-reads-blind"] < kvs["full"]
+    assert {row["settings"]["calibration"] for row in rows} == {"a book"}
+    code, _, err = run(*given, "--calibration", "none", "--out", tmp_path / "other.jsonl")
+    assert code == 2
+    assert "reads the calibrated array" in err
 
 
 def test_equal_kvs_are_found_under_any_name():
