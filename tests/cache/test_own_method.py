@@ -88,6 +88,7 @@ def calibration(params) -> Calibration:
     return Calibration({"head_weight": weight}, model_hash(TINY, params), {"by": "a test"})
 
 
+@pytest.mark.slow
 def test_it_runs_in_the_engine(tiny_params, tmp_path):  # noqa: F811
     """Whole prompts, prompts in chunks, compression while decoding; reads are counted."""
     path = tmp_path / "mine.safetensors"

@@ -88,7 +88,9 @@ def test_rotations_are_undone_with_the_models_own_frequencies(config):
     assert float(jnp.abs(turned - x).max()) > 1
 
 
-@pytest.mark.parametrize("name", ["expected-attention", "compactor"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("expected-attention", marks=pytest.mark.slow), "compactor"]
+)
 def test_the_engine_knows_its_models_rotations(tiny_params, name):  # noqa: F811
     """Without any calibration: whole prompts, in a scratch, in the pool."""
     llm = engine(tiny_params, compression=CompressionConfig(name, max_cache_tokens=24))

@@ -194,7 +194,7 @@ def test_a_budget_in_bytes_is_what_the_blocks_take(tiny_params):  # noqa: F811
     [
         pytest.param("bfloat16", Cast(), marks=pytest.mark.slow),
         pytest.param("int8", Coded(of=Integers()), marks=pytest.mark.slow),
-        ("int4", Coded(of=Integers(bits=4))),
+        pytest.param("int4", Coded(of=Integers(bits=4)), marks=pytest.mark.slow),
     ],
     ids=["bfloat16", "int8", "int4"],
 )

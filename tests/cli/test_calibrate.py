@@ -29,6 +29,7 @@ def data(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     out, plot = tmp_path / "own.safetensors", tmp_path / "fit.png"
     command = ["--weights", str(tiny_folder), "--data", str(data), "--tokens", "96"]
@@ -122,6 +123,7 @@ def test_options_are_refused_before_a_model_is_loaded(capsys, options, said):
     assert said in line
 
 
+@pytest.mark.slow
 def test_retrieval_heads_beside_what_a_file_has(tiny_folder, tmp_path, capsys):
     out = tmp_path / "heads.safetensors"
     command = ["--weights", str(tiny_folder), "--heads", "--out", str(out)]

@@ -103,6 +103,7 @@ def test_a_table_is_run_as_the_paper_ran_it(tiny, tmp_path, monkeypatch):
     assert "| 1 of 200 |" in page
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_may_get_further_prompts(tiny, tmp_path, monkeypatch):
     change_tables(monkeypatch)
     given = ("--paper", "kv-compress-1")
@@ -138,6 +139,7 @@ def test_prompts_lose_their_middle_at_the_papers_length(tiny, tmp_path, monkeypa
     assert "middle cut out: 2" in out
 
 
+@pytest.mark.slow
 def test_ruler_is_run_from_its_files(tiny, tmp_path):
     for length in (4096, 8192):
         place = tmp_path / "ruler" / f"{length}" / "data" / "vt"

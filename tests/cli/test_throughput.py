@@ -28,6 +28,7 @@ def throughput(capsys, tiny_folder):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:rate .* is .* for a prompt of:kvjax.RateWarning")
 def test_rates_and_lengths_give_a_line_each(throughput, tmp_path):
     code, rows, err = throughput(

@@ -115,6 +115,7 @@ def test_a_prompt_that_does_not_fit_the_scratch_is_refused(model):
     llm.abort(other)
 
 
+@pytest.mark.slow
 def test_warming_up_compiles_the_repetition(model):
     llm = engine(model, "kvzip-plus")
     llm.warm_up([LENGTH])

@@ -88,6 +88,7 @@ def soak(params, num_requests: int, seed: int, lengths, settings) -> None:
     assert max(half) - half[0] < 64 * 2**20
 
 
+@pytest.mark.slow
 def test_a_hundred_requests(tiny_params):
     # Few lengths and settings, since each has steps of its own to compile.
     soak(tiny_params, 100, 0, (0, 5, 20, 28, 60, 140), SETTINGS[:2])

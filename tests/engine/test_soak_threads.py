@@ -144,6 +144,7 @@ def soak(params, phases: int, clients: int, requests: int) -> None:
     assert found["kvjax_rounds_failed_total"] == 0
 
 
+@pytest.mark.slow
 def test_a_few_clients(tiny_params):
     soak(tiny_params, 2, 4, 5)
 
