@@ -1,5 +1,6 @@
 """Decode attention of one layer against the bytes it must read."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -10,24 +11,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.card.parts import Machine, Part, Program
-from benchmarks.kernels.cases import Case, paged_problem
+from benchmarks.kernels.cases import Case, PagedProblem, paged_problem
 from kvjax.cli.throughput.limits import TIMED_SECONDS, median_seconds
 from kvjax.kernels import explain, paged_attention, plan_paged_attention
-from kvjax.kernels.paged_attention import PREFETCHING
+from kvjax.kernels.paged_attention import INTERLEAVED, PREFETCHING, interleave
 
 EXPECTED = 4.3e12
 """About the bytes per second of the memory: says how often to repeat a call."""
 
 
-def attention_part(case: Case, statistic: bool, prefetched: bool = False) -> Part:
-    """One case, with the statistic or without, also by the kernel's variant that loads entries of
-    the block table ahead."""
-    implementation = PREFETCHING if prefetched else None
+VARIANTS = {"prefetched": PREFETCHING, "interleaved": INTERLEAVED}
+"""Variants of Hopper's kernel by what their parts are called."""
+
+
+def attention_part(case: Case, statistic: bool, variant: str | None = None) -> Part:
+    """One case, with the statistic or without, also by one of `VARIANTS`."""
+    implementation = None if variant is None else VARIANTS[variant]
     name = f"attention: {case.name} b={case.block_size}"
-    name += f"{' + statistic' if statistic else ''}{' prefetched' if prefetched else ''}"
+    name += f"{' + statistic' if statistic else ''}{'' if variant is None else f' {variant}'}"
+
+    def drawn() -> PagedProblem:
+        problem = paged_problem(case)
+        if variant != "interleaved":
+            return problem
+        both = interleave(problem.k, problem.v)
+        metric = jnp.zeros(both.shape[:2], jnp.float32)
+        return dataclasses.replace(problem, k=both, v=both, metric=metric)
 
     def programs(machine: Machine) -> dict[str, Program]:
-        problem = jax.eval_shape(lambda: paged_problem(case))
+        problem = jax.eval_shape(drawn)
         plan = _plan_of(problem, statistic, implementation)
         with machine.device_of_calls():
             work = jax.eval_shape(plan, problem.lengths, problem.k)
@@ -38,7 +50,7 @@ def attention_part(case: Case, statistic: bool, prefetched: bool = False) -> Par
         }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
-        problem = paged_problem(case)
+        problem = drawn()
         work = compiled["plan"](problem.lengths, problem.k)
         turns = 4 if machine.small else _turns(case)
         seconds = median_seconds(lambda: compiled["loop"](problem, work)) / turns

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.card.attention import EXPECTED, attention_part, shares
+from benchmarks.card.attention import EXPECTED, VARIANTS, attention_part, shares
 from benchmarks.card.parts import NO_TUNING, Group, Machine, Part, Program
 from benchmarks.card.peaks import hashed
 from benchmarks.kernels.cases import Case, decode_cases, dense_cache
@@ -35,7 +35,8 @@ def groups(small: bool) -> tuple[Group, ...]:
     ]
     attention = [attention_part(case, statistic) for case in cases for statistic in (False, True)]
     # Variants of Hopper's kernel alone.
-    attention += [] if small else [attention_part(case, False, True) for case in cases[:4]]
+    variants = [(case, name) for case in cases[:4] for name in VARIANTS]
+    attention += [] if small else [attention_part(case, False, name) for case, name in variants]
     sizes = (2,) if small else (64, 256, 32, 128)
     methods = ("full", "kv-compress-continual")
     steps = [step_part(size, method) for size in sizes for method in methods]

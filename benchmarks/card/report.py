@@ -21,6 +21,8 @@ from kvjax.errors import UserError
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("kernels", "decode", "throughput")
+VARIANTS = (" prefetched", " interleaved")
+"""How names of parts end that `benchmarks.card.attention` times for a variant of a kernel."""
 LARGE = 10**9
 """Bytes of keys and values from which on attention must reach the bandwidth."""
 PAPER, GOAL = 5.18, 8.0
@@ -129,7 +131,7 @@ def _attention(rows: Parts) -> Iterator[Question]:
     large = {
         n: r
         for n, r in rows.items()
-        if r["bytes"] >= LARGE and "statistic" not in n and "prefetched" not in n
+        if r["bytes"] >= LARGE and "statistic" not in n and not n.endswith(VARIANTS)
     }
     for name, row in large.items():
         share = row["share_of_copy"]
@@ -145,8 +147,8 @@ def _attention(rows: Parts) -> Iterator[Question]:
             what = f"attention, {name}: more per byte than uniform"
             yield asked(what, "≤ 5 %", each, at_most(0.05))
     for name in rows:
-        plain = us(name.removesuffix(" prefetched"))
-        if name.endswith(" prefetched") and plain is not None:
+        plain = us(name.rpartition(" ")[0])
+        if name.endswith(VARIANTS) and plain is not None:
             what = f"attention, {name}: more time without"
             yield asked(what, "", plain / us(name) - 1)  # type: ignore[operator]
     for name in rows:

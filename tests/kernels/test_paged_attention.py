@@ -7,15 +7,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.paged_attention import (
+    interleave,
     mosaic_gpu,
     mosaic_gpu_config,
     mosaic_gpu_finish,
     spec,
     tpu,
 )
-from tests.kernels.paged import IMPLEMENTATIONS, assert_exact, problem, run_xla, tolerance
+from tests.kernels.paged import (
+    IMPLEMENTATIONS,
+    assert_exact,
+    problem,
+    races_seen,
+    run_xla,
+    tolerance,
+)
 
 BASE = spec.Shape(2, 2, 4, 128, 0, 16, 12)
 RAGGED = [[0, 70], [1, 190]]
@@ -153,6 +162,25 @@ def test_parts_of_a_head_are_read_in_turns(monkeypatch) -> None:
     """As many log-sum-exps at once as a layout has rows; here one."""
     monkeypatch.setattr(mosaic_gpu_finish, "PARTS_AT_ONCE", 1)
     assert_exact("mosaic_gpu", problem([[0, 700]], shaped(head_dim=64), spread=4.0))
+
+
+def test_keys_and_values_of_one_pool() -> None:
+    p = problem(RAGGED, shaped(head_dim=64))
+    q, k, v, *heads = p.arguments
+    both, statistic = interleave(k, v), p.statistic(True)
+    count = len(statistic["metric"])
+    statistic["metric"] = jnp.pad(statistic["metric"], ((0, count), (0, 0)))
+    pairs = dataclasses.replace(p, arguments=(q, both, both, *heads))
+    c = mosaic_gpu.config(p.shape, scale=p.scale, keep_logits=True, cores=1)
+    c = dataclasses.replace(c, stages=2, programs=3, interleaved=True)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    found = mosaic_gpu.paged_attention(*pairs.arguments, c=c, **statistic, interpret=interpret)
+    out, metric = (np.asarray(x.astype(jnp.float32)) for x in found)
+    allowed_out, allowed_metric = tolerance("mosaic_gpu", p)
+    np.testing.assert_allclose(out, p.out, rtol=0, atol=allowed_out)
+    np.testing.assert_allclose(metric[:count], p.new_metric, rtol=0, atol=allowed_metric)
+    assert not metric[count:].any()
+    assert not races_seen("mosaic_gpu")
 
 
 @pytest.mark.parametrize("name", ["xla", "tpu"])

@@ -1,11 +1,11 @@
 """Attention of one query per sequence over a paged cache with its own length for every KV head."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.checks import wanted
@@ -16,9 +16,12 @@ from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.worklist import WorkList
 
 PREFETCHING = "mosaic_gpu_prefetch"
-"""What "mosaic_gpu" does, with entries of the block table loaded ahead of their pages. Whether that
-is faster only a card can say: it runs where it is asked for."""
-ON_HOPPER = ("mosaic_gpu", PREFETCHING)
+INTERLEAVED = "mosaic_gpu_interleaved"
+VARIANTS = {PREFETCHING: {"prefetch_table": True}, INTERLEAVED: {"interleaved": True}}
+"""What "mosaic_gpu" does, with entries of the block table loaded ahead of their pages, or with keys
+and values in one pool, and what of its `Config` that is. Whether they are faster only a card can
+say: they run where they are asked for."""
+ON_HOPPER = ("mosaic_gpu", *VARIANTS)
 
 
 def paged_attention(
@@ -51,8 +54,10 @@ def paged_attention(
             (KV-Compress, equation 20). A block may then belong to one head only.
         power: 1 or 2 (static).
         observed: sequences whose metrics are added to; all by default.
-        implementation: "mosaic_gpu" (Hopper), its variant "mosaic_gpu_prefetch", "tpu" or "xla";
-            None picks by device and shape (`kvjax.kernels.explain` says which and why).
+        implementation: "mosaic_gpu" (Hopper), its variants "mosaic_gpu_prefetch" and
+            "mosaic_gpu_interleaved" (`interleave` makes the one pool that is both `k` and `v`),
+            "tpu" or "xla"; None picks by device and shape (`kvjax.kernels.explain` says which and
+            why).
         work: what `plan_paged_attention` gave for these lengths; made here if None.
         debug: check lengths and table entries on the host where their values are known; None
             asks the environment variable KVJAX_DEBUG.
@@ -71,6 +76,15 @@ def paged_attention(
     return _attend(
         chosen, q, k, v, block_table, context_len, work=work, debug=debug, **statistic
     )[1]  # fmt: skip
+
+
+def interleave(k: Float[Array, "N b d"], v: Float[Array, "N b d"]) -> Float[Array, "N2 b d"]:
+    """A pool in which each block's values follow its keys: row 2 n holds block n's, 2 n + 1 those.
+
+    What "mosaic_gpu_interleaved" takes as `k` and as `v`, with the block table as it was; of its
+    metrics, [2 N, b], the first N rows count.
+    """
+    return jnp.stack([k, v], axis=1).reshape(-1, *k.shape[1:])
 
 
 def append_and_attend(
@@ -99,6 +113,8 @@ def append_and_attend(
         ValueError: as `paged_attention`.
     """
     chosen = choice(q, k, v, block_table, context_len, **options)
+    if chosen.name == INTERLEAVED:
+        raise wanted("implementation", INTERLEAVED, "one that appends")
     for name, rows, pool in (("new_k", new_k, k), ("new_v", new_v, v)):
         if rows.shape != (*context_len.shape, k.shape[2]):
             raise wanted(f"{name} shape", list(rows.shape), [*context_len.shape, k.shape[2]])
@@ -211,9 +227,14 @@ def _choose(
         return {"scale": scale, "rows_at_once": rows}
 
     candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
-    if implementation == PREFETCHING:
-        prefetching = functools.partial(dataclasses.replace, prefetch_table=True)
-        candidates = {PREFETCHING: lambda where: prefetching(mosaic_gpu(where)), **candidates}
+    if implementation in VARIANTS:
+
+        def variant(where: Device):
+            if implementation == INTERLEAVED and shape.forms != (None, None):
+                raise NotImplementedError("codes in one pool")
+            return dataclasses.replace(mosaic_gpu(where), **VARIANTS[implementation])
+
+        candidates = {implementation: variant, **candidates}
     return choose(implementation, candidates, argument)
 
 

@@ -79,7 +79,7 @@ def attend(
     spans,  # [P, 8] i32
     table,  # [rows, M] i32
     q,  # [rows, parts, R or more, d]
-    k,  # [N, b, d]
+    k,  # [N, b, d], or one of both, see `Config.interleaved`
     v,  # [N, b, d]
     k_scale,  # [N, b] bf16, or None
     v_scale,  # [N, b] bf16, or None
@@ -131,8 +131,9 @@ def attend(
         @pl.when(token < length)
         def _copy():
             page = ahead[j // WARPS] if c.prefetch_table else table[row, page_index]
-            plgpu.copy_gmem_to_smem(k.at[page], k_s.at[slot, inside], k_full.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[page], v_s.at[slot, inside], v_full.at[slot])
+            of_keys, of_values = c.rows_of(page)
+            plgpu.copy_gmem_to_smem(k.at[of_keys], k_s.at[slot, inside], k_full.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[of_values], v_s.at[slot, inside], v_full.at[slot])
             if scales_s is not None:
                 codes.copy_scales(page, slot, j, k_scale, v_scale, scales_s, k_full.at[slot])
 
