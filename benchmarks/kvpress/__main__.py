@@ -8,7 +8,6 @@ compared, the logits of both models are.
     python -m benchmarks.kvpress --peer-python ~/torch/bin/python --data ./data
     python -m benchmarks.kvpress --peer-python PYTHON --prompts mine.jsonl \\
         --presses snapkv,streaming-llm --protocols chat,agnostic --rates 8,32
-    python -m benchmarks.kvpress --peer-python PYTHON --reference matched:predicted-reads-blind
 
 --peer-python is a Python with torch and kvpress (kvjax itself needs neither). Results are
 appended to a JSONL file, and a run that was stopped goes on where it was; a Markdown table stands
@@ -41,6 +40,7 @@ from benchmarks.kvpress.presses import (
 )
 from benchmarks.kvpress.process import PeerProcess, peer_versions
 from benchmarks.kvpress.report import overlaps, pairs_of, report
+from kvjax.cache.config import CALIBRATED
 from kvjax.cli import (
     ArgumentParser,
     Progress,
@@ -78,7 +78,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--presses", default="all", help=f"of {', '.join(PRESSES)} (%(default)s)")
     what.add_argument(
         "--reference",
-        default="predicted-reads-blind",
+        default=CALIBRATED,
         help="our method at whose KVs every press runs (%(default)s)",
     )
     what.add_argument(
