@@ -3,6 +3,7 @@ dealt by what a calibration says each keeps.
 
     python -m benchmarks.balance --data BOOK.txt.gz …         # SmolLM2, rate 8, 2 and 3 devices
     python -m benchmarks.balance --data essays.jsonl.gz --rates 4,8,16 --devices 2,3,4
+    python -m benchmarks.balance --data essays.jsonl.gz --weights MODEL.gguf --calibration FILE
 
 Prompts run on one device: what each head keeps is the same on several. Largest over mean is that
 of the blocks of a device, for the mean of all texts and for the worst of them; what is saved is
@@ -30,7 +31,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m benchmarks.balance", description=__doc__)
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, help="texts: .txt, .jsonl, .gz of these")
-    add("--model", default="smollm2-135m", help="(%(default)s)")
+    add("--model", help="by name (smollm2-135m, or what --weights holds)")
+    add("--weights", help="a folder, hub id, GGUF file or Orbax checkpoint (the model's own place)")
     add("--method", default="predicted-reads-blind", help="(%(default)s)")
     add("--rates", type=wholes, default=[8], help="(8)")
     add("--devices", type=wholes, default=[2, 3], help="(2,3)")
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     from kvjax.models import load_model
     from kvjax.models.parallel import Dealing
 
-    model = load_model(options.model)
+    model = load_model(options.model, weights=options.weights)
     found = shelf.load(options.calibration or "auto", model)
     if found is None or HEAD_LOAD not in found.arrays:
         raise UserError(f"the calibration has no array {HEAD_LOAD}: calibrate the model again")

@@ -2,12 +2,14 @@
 
     python -m benchmarks.host                         # 1, 2, 4 and 8 devices, 2 and 4 processes
     python -m benchmarks.host --devices 1,2 --processes 1 --rounds 100
+    python -m benchmarks.host --devices 1,8 --processes 2 --profile 5      # and where it goes
 
 A tiny model of random weights decodes sequences on devices that the CPU is made to look like: in
 one process, or in several on the loopback with a device each. What is told is the processor time
 of the thread that decides and makes the calls, in the median round, of the process that takes
-most: what other threads compute beside it does not count, nor does waiting. The last line is one
-JSON object.
+most: what other threads compute beside it does not count, nor does waiting. With `--profile` every
+second round runs under a profiler: how many calls of functions it makes, and the functions that
+take most themselves. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -15,8 +17,10 @@ from kvjax.startup import guard
 guard(__name__)
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import socket
 import subprocess
 import sys
@@ -43,6 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--processes", type=wholes, default=[2, 4], help="of one device each (2,4)")
     add("--sequences", type=int, default=16, help="at once (%(default)s)")
     add("--rounds", type=int, default=200, help="of a token each (%(default)s)")
+    add("--profile", type=int, default=0, help="functions to show of each (%(default)s)")
     add("--part", type=int, nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name in ("devices", "processes"):
@@ -50,6 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             check_whole(f"--{name}", count, 1, HEADS)
     check_whole("--sequences", options.sequences, 1, 4096)
     check_whole("--rounds", options.rounds, 8, 10**6)
+    check_whole("--profile", options.profile, 0, 1000)
     return options
 
 
@@ -84,19 +90,39 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     spent: list[float] = []
     for tokens in (8, options.rounds):  # the first compiles
         spent.clear()
+        profile, profiled = cProfile.Profile(time.thread_time), 0
         for _ in range(options.sequences):
             sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
             llm.add_request(rng.integers(0, 256, 40).astype(np.int32), sampling)
         while llm.has_unfinished():
             full = len(llm.scheduler.running) == options.sequences
+            if full and options.profile and len(spent) > profiled:
+                profile.runcall(llm.step)
+                profiled += 1
+                continue
             before = time.thread_time()
             llm.step()
             if full:
                 spent.append(1e3 * (time.thread_time() - before))
-    found = {"milliseconds": float(np.median(spent)), "rounds": len(spent)}
+    found: dict[str, Any] = {"milliseconds": float(np.median(spent)), "rounds": len(spent)}
+    if options.profile:
+        found |= by_function(profile, profiled, options.profile)
     if together is not None:
         together.close()
     return found
+
+
+def by_function(profile: cProfile.Profile, rounds: int, most: int) -> dict[str, Any]:
+    """Calls of functions in a round, and those that take most without what they call: where they
+    are, their milliseconds of a round, and those with what they call."""
+    stats = pstats.Stats(profile)
+    rows = [
+        (f"{Path(file).name}:{line} {name}", 1e3 * own / rounds, 1e3 * whole / rounds)
+        for (file, line, name), (_, _, own, whole, _) in stats.stats.items()  # type: ignore[attr-defined]
+    ]
+    rows.sort(key=lambda row: -row[1])
+    calls = stats.total_calls / rounds  # type: ignore[attr-defined]
+    return {"calls": round(calls), "functions": rows[:most]}
 
 
 def of_all(options: argparse.Namespace, processes: int, devices: int) -> dict[str, Any]:
@@ -107,7 +133,7 @@ def of_all(options: argparse.Namespace, processes: int, devices: int) -> dict[st
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.host", "--rounds", str(options.rounds)]
-    command += ["--sequences", str(options.sequences), "--part"]
+    command += ["--sequences", str(options.sequences), "--profile", str(options.profile), "--part"]
     running = [
         subprocess.Popen(
             [*command, str(index), str(processes), str(port)],
@@ -134,6 +160,10 @@ def main(arguments: list[str] | None = None) -> int:
     ]:
         found = of_all(options, processes, devices)
         print(f"{processes:9}  {devices:7}  {found['milliseconds']:24.3f}", flush=True)
+        for name, own, whole in found.get("functions", ()):
+            print(f"    {own:6.3f} ms, with what it calls {whole:6.3f}: {name}")
+        if options.profile:
+            print(f"    {found['calls']:,} calls of functions in a round under the profiler")
         rows.append({"processes": processes, "devices": devices, **found})
     print(json.dumps({"sequences": options.sequences, "rows": rows}))
     return 0

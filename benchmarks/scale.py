@@ -3,11 +3,13 @@
     python -m benchmarks.scale                                 # 70B, 128 k prompts, 1,000 sequences
     python -m benchmarks.scale --model llama3.1-8b --devices 1 --sequences 90 --prompt-len 6000
     python -m benchmarks.scale --devices 1 --weight-dtype float8_e4m3fn --sequences 100
+    python -m benchmarks.scale --model llama3.1-405b --devices 16 --kv-replicas 2
     python -m benchmarks.scale --compile                       # and what the compiler says of it
 
-Weights, KV heads, their blocks and their tables are split over the devices; tokens, lengths of
-sequences and sampling are replicated. Nothing is run: the numbers follow from the shapes that
-`kvjax.cache` and `kvjax.engine` allocate. With `--compile` the engine's own decode step and a chunk
+Weights, KV heads, their blocks and their tables are split over the devices (blocks and tables over
+fewer, where KV heads have replicas); tokens, lengths of sequences and sampling are replicated.
+Nothing is run: the numbers follow from the shapes that `kvjax.cache` and `kvjax.engine` allocate.
+With `--compile` the engine's own decode step and a chunk
 of a prompt are compiled at the full size, for CPU devices that are not there, and its memory
 analysis stands beside the plan: what comes in has to be what was planned; what is computed in
 between is this compiler's, and no accelerator's. The last line is one JSON object.
@@ -40,6 +42,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="llama3.1-70b", help="(%(default)s)")
     add("--devices", type=int, default=8, help="(%(default)s)")
+    add("--kv-replicas", type=int, default=1, help="of these, that hold each KV head (%(default)s)")
     add("--device-gib", type=float, default=139.0, help="memory of each (%(default)s)")
     add("--sequences", type=int, default=1000, help="at once (%(default)s)")
     add("--prompt-len", type=int, default=131072, help="(%(default)s tokens)")
@@ -74,6 +77,7 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     from flax import nnx
 
     from kvjax.cache import CacheSpec, budget_blocks, cache_cap
+    from kvjax.engine.parallel import check_replicas
     from kvjax.models.decoder import abstract_params, logical_axes
     from kvjax.models.parallel import SPLIT_AXES, Dealing, dealt_shape
 
@@ -81,14 +85,17 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     layers, kv_heads, d = model.num_layers, model.num_kv_heads, model.head_dim
     spec = CacheSpec.of(model, _elements(options.kv_bytes), options.block_size)
     devices, b, slots = options.devices, options.block_size, options.sequences
-    if kv_heads % devices and devices % kv_heads:
+    check_replicas(devices, options.kv_replicas, model)
+    shards = devices // options.kv_replicas
+    if kv_heads % shards and shards % kv_heads:
         raise UserError(
             f"--devices {devices}: {options.model} has {kv_heads} KV heads; give a divisor of that "
-            "or a multiple"
+            f"or a multiple, times --kv-replicas ({options.kv_replicas})"
         )
-    # Where there are more devices than heads, each has a place in every layer and some are empty.
-    here = layers * max(1, kv_heads // devices)
-    dealing, axes = Dealing.even(1, kv_heads, devices), logical_axes(model)
+    # Where there are more shards than heads, each has a place in every layer and some are empty.
+    here = layers * max(1, kv_heads // shards)
+    dealing = Dealing.even(1, kv_heads, shards, options.kv_replicas)
+    axes = logical_axes(model)
     weights = on_device = 0
     flat: Any = nnx.to_flat_state(abstract_params(model, options.dtype))
     for path, leaf in flat:
@@ -111,9 +118,9 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     activations = options.prefill_chunk * (6 * hidden + 3 * model.intermediate_size // devices)
     per_device = {
         "weights": on_device,
-        "pool, keys and values": blocks // devices * b * spec.kv_bytes,
-        "pool, metric and position": blocks // devices * b * spec.number_bytes,
-        "free blocks": (1 + blocks // devices) * 4,
+        "pool, keys and values": blocks // shards * b * spec.kv_bytes,
+        "pool, metric and position": blocks // shards * b * spec.number_bytes,
+        "free blocks": (1 + blocks // shards) * 4,
         "block tables": slots * here * width * 4,
         "context lengths": slots * here * 4,
         "slot states": slots * 48,
@@ -124,21 +131,25 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     full = (options.prompt_len + options.output_len) * spec.heads * spec.kv_bytes
     # Attention's output and the MLP's are summed over devices; a ring moves 2 (n − 1) / n of it.
     ring = 2 * (devices - 1) / devices
-    decode = ring * 2 * layers * slots * hidden * 2
-    prefill = ring * 2 * layers * options.prefill_chunk * hidden * 2
+    # Queries are gathered among replicas: each gets what the others have of its heads.
+    heads = model.num_heads // shards if shards <= kv_heads else model.group_size
+    gathered = (options.kv_replicas - 1) / options.kv_replicas * heads * d
+    decode = layers * slots * 2 * (ring * 2 * hidden + gathered)
+    prefill = layers * options.prefill_chunk * 2 * (ring * 2 * hidden + gathered)
     prices = layers * kv_heads * width * 4
-    read = per_device["weights"] + slots * cap * layers * kv_heads * spec.kv_bytes // devices
+    read = per_device["weights"] + slots * cap * layers * kv_heads * spec.kv_bytes // shards
     return {
         "model": options.model,
         "devices": devices,
+        "kv_replicas": options.kv_replicas,
         "sequences": slots,
         "prompt_len": options.prompt_len,
         "rate": options.rate,
         "weight_bytes": weights,
         "cap_tokens": cap,
         "budget_blocks": budget,
-        "pool_blocks_per_device": blocks // devices,
-        "pool_elements_per_device": blocks // devices * b * d,
+        "pool_blocks_per_device": blocks // shards,
+        "pool_elements_per_device": blocks // shards * b * d,
         "block_table_width": width,
         "bytes_per_device": per_device,
         "total_bytes_per_device": total,
@@ -146,11 +157,11 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
         "full_cache_bytes_per_sequence": full,
         "full_cache_sequences": int(
             (options.device_gib * 2**30 - total + per_device["pool, keys and values"])
-            * devices
+            * shards
             // full
         ),
-        "all_reduce_bytes_per_decode_step": int(decode),
-        "all_reduce_bytes_per_prefill_chunk": int(prefill),
+        "exchanged_bytes_per_decode_step": int(decode),
+        "exchanged_bytes_per_prefill_chunk": int(prefill),
         "eviction_exchange_bytes_prices": prices,
         "eviction_exchange_bytes_bisection": 32 * 4 * ring,
         "bytes_read_per_decode_step": int(read),
@@ -185,7 +196,8 @@ def compiled(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, di
     model, slots, devices = model_of(options), options.sequences, options.devices
     codec = as_codec(names[options.kv_bytes], options.dtype)
     spec = CacheSpec.of(model, codec, options.block_size)
-    dealing = Dealing.even(model.num_layers, model.num_kv_heads, devices)
+    shards = devices // options.kv_replicas
+    dealing = Dealing.even(model.num_layers, model.num_kv_heads, shards, options.kv_replicas)
     parallel, axes = Parallel(model, dealing), logical_axes(model)
     split = Split(dealing, parallel.mesh)
 
@@ -271,8 +283,8 @@ def show(found: dict[str, Any], device_gib: float) -> None:
     facts.add_row(f"memory of a device ({verdict})", f"{device_gib:g} GiB")
     facts.add_row("sequences without compression there", f"{found['full_cache_sequences']:,}")
     names = {
-        "all_reduce_bytes_per_decode_step": "all-reduces of a decode step, per device",
-        "all_reduce_bytes_per_prefill_chunk": "all-reduces of a prefill chunk, per device",
+        "exchanged_bytes_per_decode_step": "exchanged in a decode step, per device",
+        "exchanged_bytes_per_prefill_chunk": "exchanged in a prefill chunk, per device",
         "eviction_exchange_bytes_prices": "eviction of one prompt, all prices gathered",
         "eviction_exchange_bytes_bisection": "the same by bisection on the price",
         "bytes_read_per_decode_step": "read by a decode step, per device",

@@ -372,6 +372,7 @@ def sizes_of(options: argparse.Namespace, max_len: int | None = None) -> EngineC
         prefill_scratch=chunk,
         pool_tokens=options.pool_tokens,
         tensor_parallel=options.tensor_parallel,
+        kv_replicas=options.kv_replicas,
     )
 
 

@@ -79,6 +79,13 @@ def add_devices_option(
         metavar="N",
         help=f"devices that share the model and its cache, by KV heads ({usual})",
     )
+    parser.add_argument(
+        "--kv-replicas",
+        type=int,
+        default=1,
+        metavar="R",
+        help="of these, devices that hold each KV head and share its query heads out (1)",
+    )
 
 
 def add_cache_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -221,12 +228,13 @@ def load_chosen_model(
 
     startup.started()
     split = None
-    if (getattr(options, "tensor_parallel", None) or 1) > 1:
+    devices = getattr(options, "tensor_parallel", None) or 1
+    if (devices, replicas := getattr(options, "kv_replicas", 1)) != (1, 1):
         from kvjax.engine.parallel import check_there, split_of
 
         # Before anything slow.
-        check_there(options.tensor_parallel)
-        split = split_of(options.tensor_parallel, getattr(options, "calibration", "auto"))
+        check_there(devices)
+        split = split_of(devices, getattr(options, "calibration", "auto"), replicas)
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = load_model(
         options.model,

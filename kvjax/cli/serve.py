@@ -49,7 +49,7 @@ COMPARED = (
     "max_cache_tokens", "method", "methods", "cache_dtype", "floor", "compress_every",
     "share_prefix", "retained_prefixes", "max_batch", "max_len", "block_size", "prefill_chunk",
     "prefill_scratch", "decode_steps_per_sync", "pool_tokens", "memory_fraction",
-    "tensor_parallel",
+    "tensor_parallel", "kv_replicas",
 )  # fmt: skip
 """Options that all processes of a server have to be given alike: the others are the first one's, or
 of its machine."""
@@ -187,6 +187,7 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
         share_prefix=options.share_prefix,
         retained_prefixes=options.retained_prefixes,
         tensor_parallel=options.tensor_parallel or 1,
+        kv_replicas=options.kv_replicas,
     )
     return compression, config
 

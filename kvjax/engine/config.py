@@ -48,6 +48,10 @@ class EngineConfig:
     before its end at least, and what is left there is retained."""
     tensor_parallel: int = 1
     """Devices that the model and its cache are split over, by KV heads."""
+    kv_replicas: int = 1
+    """Devices that hold each KV head and share its query heads out, a divisor of `tensor_parallel`:
+    what attention takes is split over more devices than there are KV heads, and the pool over fewer
+    than there are devices."""
     methods: tuple[str | Method, ...] = ()
     """Methods that requests may bring beside the engine's own, where these keep further numbers
     per KV: the pool has room only for those that are asked for."""
@@ -66,6 +70,7 @@ class EngineConfig:
             "retained_prefixes": (0, 2**16),
             "share_grain": (1, INT32_MAX),
             "tensor_parallel": (1, 2**16),
+            "kv_replicas": (1, 2**16),
         }
         if self.share_prefix not in ("never", "auto", "always"):
             raise UserError(

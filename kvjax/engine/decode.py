@@ -24,6 +24,7 @@ from kvjax.engine.sampling import SamplingState, init_sampling, sample
 from kvjax.kernels import plan_paged_attention
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
+from kvjax.models.parallel import own_share
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -170,7 +171,9 @@ def decode_step(
             kv, out = call()
         if rule is not None:
             planes = rule.after(planes, step, of_layer(rule.artefacts, artefacts or {}, layer))
-        return (kv, planes), out[:, None].astype(q.dtype), None
+        # Attention takes as long for all queries of a head as for a replica's share: it reads the
+        # same KVs, and all replicas have to measure the same.
+        return (kv, planes), own_share(config, out[:, None].astype(q.dtype)), None
 
     positions = position[:, None]
     carry = (cache.kv, {"metric": cache.metric, **cache.state})

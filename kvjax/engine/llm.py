@@ -83,7 +83,8 @@ class LLM:
         if together is not None:
             check_there(self.config.tensor_parallel)
         if isinstance(model, str):
-            model = load_model(model, split=split_of(self.config.tensor_parallel, calibration))
+            devices, replicas = self.config.tensor_parallel, self.config.kv_replicas
+            model = load_model(model, split=split_of(devices, calibration, replicas))
         self.model = model
         self.max_len = self.config.max_len or self.model.config.max_position_embeddings
         named = [as_method(m) for m in (self.compression.method, *self.config.methods)]
@@ -100,8 +101,10 @@ class LLM:
         load = None if found is None else found.arrays.get(HEAD_LOAD)
         split, params = self.model.split, self.model.params
         dealing = None if split is None else split.dealing
-        devices = self.config.tensor_parallel
-        parallel = Parallel.of(self.model.config, devices, methods, load, dealing)
+        parallel = Parallel.of(
+            self.model.config, self.config.tensor_parallel, methods, load, dealing,
+            self.config.kv_replicas,
+        )  # fmt: skip
         if parallel is not None and split is None:
             params = parallel.split(params)
         self.plan: MemoryPlan = plan_memory(

@@ -38,7 +38,7 @@ class MemoryPlan:
     """Activations of the largest step, as an estimate."""
     limit: int
     num_blocks: int
-    """Of the pool, over all devices."""
+    """Of the pool, over all shards: what several devices have alike counts once."""
     spec: CacheSpec
     devices: int = 1
     """How many hold the model and the pool together; bytes are those of one of them."""
@@ -122,9 +122,10 @@ def plan_sizes(
     codec = as_codec(cache_dtype, dtype)
     whole = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
     spec, devices, heads, mlp = whole, 1, whole.heads, shape.intermediate_size
+    shards = 1 if dealing is None else dealing.shards
     if dealing is not None:
         spec, devices = dataclasses.replace(whole, num_kv_heads=dealing.places), dealing.devices
-        heads, mlp = int(dealing.heads_of_devices.max()), -(-mlp // devices)
+        heads, mlp = int(dealing.heads_of_shards.max()), -(-mlp // devices)
     scratch_tokens = min(config.prefill_scratch, max_len)
     chunk = min(config.prefill_chunk, max_len) + asked_again
     scratch = spec.scratch_bytes(scratch_tokens + chunk)
@@ -156,7 +157,7 @@ def plan_sizes(
         blocks = min(most, spec.blocks_in(limit - fixed, config.sharing), INT32_MAX)
     pool = spec.pool_bytes(blocks, config.sharing)
     plan = MemoryPlan(
-        weights, pool, tables, scratch, workspace, limit, blocks * devices, whole, devices
+        weights, pool, tables, scratch, workspace, limit, blocks * shards, whole, devices
     )
     if plan.total > limit or not heads <= blocks <= INT32_MAX:
         raise UserError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -21,6 +22,7 @@ from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy import Method, Observer, Scores
 from kvjax.cache.store import HeadShard
+from kvjax.checks import check_whole
 from kvjax.engine.calibrate import shelf
 from kvjax.engine.compilation import StepName
 from kvjax.engine.decode import DecodeReport
@@ -43,7 +45,11 @@ from kvjax.models.parallel import (
 )
 
 AXIS = "heads"
-"""The mesh axis."""
+"""The mesh axis of shards: what has different KV heads."""
+AXES = AXIS, "replicas"
+"""All axes of the mesh: the second is of devices that have the same KV heads."""
+_REMEMBERED = 64
+"""Arguments that are told to devices once: which sequences decode changes less often than not."""
 _SAME, _BY_BLOCK = PartitionSpec(), PartitionSpec(AXIS)
 _BY_HEAD = PartitionSpec(None, AXIS)
 _PROMPT = PromptKV(
@@ -68,10 +74,10 @@ class Parallel:
         Raises:
             UserError: there are not as many devices.
         """
-        _check_devices(model, dealing.devices)
-        self.model, self.dealing, self.size = model, dealing, dealing.devices
-        self.mesh = _mesh(self.size)
-        self.local = ModelShard.of(model, dealing.places, self.size, AXIS)
+        _check_devices(model, dealing.devices, dealing.replicas)
+        self.model, self.dealing = model, dealing
+        self.mesh = _mesh(dealing)
+        self.local = ModelShard.of(model, dealing, AXES)
         """What each device has of the model."""
         self._head_axes = {}
         for method in (*METHODS.values(), *methods):
@@ -79,6 +85,10 @@ class Parallel:
         self._prompt_makers: dict[Any, Callable[[], PromptKV]] = {}
         self._number = put_whole(dealing.number, NamedSharding(self.mesh, _BY_HEAD))
         self._gathered = jax.jit(_as_is, out_shardings=self.everywhere)
+        # To put what the host has costs it as much as a call, and once for each device.
+        self.numbers = functools.lru_cache(_REMEMBERED)(self._numbers)
+        """int32 numbers that every device has, of a number or of some (n of them make it [n]); what
+        was given of late is there already."""
 
     @classmethod
     def of(
@@ -88,6 +98,7 @@ class Parallel:
         methods: Iterable[Method],
         load: np.ndarray | None = None,
         dealing: Dealing | None = None,
+        replicas: int = 1,
     ) -> "Parallel | None":
         """A model on so many devices; None for a single one.
 
@@ -97,21 +108,28 @@ class Parallel:
             methods: those that requests may bring.
             load: the calibrated array `HEAD_LOAD`, by which heads are dealt; by default evenly.
             dealing: how they are dealt already, if they are.
+            replicas: devices that have each KV head.
 
         Raises:
             UserError: there are not as many devices, or one of the methods needs a single one; the
-                model is dealt to another number of them.
+                model is dealt to another number of them; heads cannot have so many replicas.
         """
         if dealing is not None and dealing.devices != devices:
             raise UserError(
                 f"tensor_parallel {devices}: the weights were dealt to {dealing.devices} devices "
                 "when they were read; load the model again"
             )
+        if dealing is not None and dealing.replicas != replicas:
+            raise UserError(
+                f"kv_replicas {replicas}: the weights were dealt with {dealing.replicas} of each "
+                "KV head when they were read; load the model again"
+            )
+        check_replicas(devices, replicas)
         if devices == 1:
             return None
         for method in methods:
             check_method(method, devices)
-        return cls(model, dealing or _dealing(model, devices, load), methods)
+        return cls(model, dealing or _dealing(model, devices, load, replicas), methods)
 
     # What lies on the devices
 
@@ -139,6 +157,9 @@ class Parallel:
     def same(self, tree: Any) -> Any:
         """Arrays that every device has."""
         return jax.tree.map(lambda x: put_whole(x, self.everywhere), tree)
+
+    def _numbers(self, given: int | tuple[int, ...]) -> jax.Array:
+        return self.same(np.asarray(given, np.int32))
 
     def on_host(self, tree: Any) -> Any:
         """What arrays hold, for the host (waits for the devices). Of what lies on devices of
@@ -187,7 +208,7 @@ class Parallel:
         axes = logical_axes(self.model, is_stacked(params))
         flat = cast(list[tuple[tuple[str | int, ...], Any]], nnx.to_flat_state(params))
         specs = nnx.from_flat_state(
-            [(path, leaf.replace(spec_of(axes[path], AXIS))) for path, leaf in flat]
+            [(path, leaf.replace(spec_of(axes[path], AXES))) for path, leaf in flat]
         )
         return {name: self._step(name, function, specs) for name, function in FUNCTIONS.items()}
 
@@ -261,9 +282,6 @@ class Parallel:
         """
         cache = self._cache_spec
         started = dataclasses.replace(_of_fields(InsertReport), kept=_BY_HEAD, free=_BY_BLOCK)  # type: ignore[type-var]
-        decoded = dataclasses.replace(
-            _of_fields(DecodeReport), owned=_BY_HEAD, growth=_BY_HEAD, free=_BY_BLOCK
-        )
         return {
             "prefill": (_as_is, (_PROMPT, _SAME)),
             "prefill in scratch": (_as_is, (_PROMPT, _SAME)),
@@ -271,21 +289,26 @@ class Parallel:
             "repeat": (_as_is, _BY_HEAD),
             "start": (lambda out: (out[0], _started(out[1])), (_SAME, started)),
             "place": (_placed, (cache, _SAME, _SAME, _SAME)),
-            "decode": (lambda out: (*out[:2], _decoded(out[2])), (cache, _SAME, decoded)),
+            "decode": (lambda out: (*out[:2], _decoded(out[2])), (cache, _SAME, _SAME)),
             "compress": (lambda out: (out[0], out[1][:, None]), (cache, _BY_HEAD)),
             "kept": (_as_is, _BY_HEAD),
         }
 
 
 def split_of(
-    devices: int, calibration: Calibration | str | os.PathLike[str] | None = shelf.AUTO
+    devices: int,
+    calibration: Calibration | str | os.PathLike[str] | None = shelf.AUTO,
+    replicas: int = 1,
 ) -> Callable[[LoadedModel], Split | None]:
     """How a model's weights are to lie on so many devices, for `load_model` to deal as it reads.
 
-    Heads are dealt by the load of the model's calibration, if it is there.
+    Heads are dealt by the load of the model's calibration, if it is there, and each to so many
+    replicas.
 
-    What is returned raises `UserError` as `Parallel.of` does, or where there is no such file.
+    Raises `UserError` where the devices are no multiple of the replicas. What is returned raises it
+    as `Parallel.of` does, or where there is no such file.
     """
+    check_replicas(devices, replicas)
 
     def lies(model: LoadedModel) -> Split | None:
         if devices == 1:
@@ -297,26 +320,28 @@ def split_of(
         else:
             found = shelf.load(calibration, model)
         load = None if found is None else found.arrays.get(HEAD_LOAD)
-        return Split(_dealing(model.config, devices, load), _mesh(devices))
+        dealing = _dealing(model.config, devices, load, replicas)
+        return Split(dealing, _mesh(dealing))
 
     return lies
 
 
-def _dealing(model: ModelConfig, devices: int, load: np.ndarray | None) -> Dealing:
-    _check_devices(model, devices)
-    shape = (model.num_layers, model.num_kv_heads)
+def _dealing(model: ModelConfig, devices: int, load: np.ndarray | None, replicas: int) -> Dealing:
+    _check_devices(model, devices, replicas)
+    shape, shards = (model.num_layers, model.num_kv_heads), devices // replicas
     if load is None:
-        return Dealing.even(*shape, devices)
+        return Dealing.even(*shape, shards, replicas)
     if load.shape[:2] != shape or load.ndim > 3 or not (load >= 0).all():
         raise UserError(
             f"calibrated array {HEAD_LOAD}: wanted a number from 0 on for each of {shape[0]} "
             f"layers and {shape[1]} KV heads"
         )
-    return Dealing.by_load(np.asarray(load, np.float64), devices)
+    return Dealing.by_load(np.asarray(load, np.float64), shards, replicas)
 
 
-def _mesh(devices: int) -> Mesh:
-    return jax.make_mesh((devices,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:devices])
+def _mesh(dealing: Dealing) -> Mesh:
+    shape, devices = (dealing.shards, dealing.replicas), jax.devices()[: dealing.devices]
+    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 2, devices=devices)
 
 
 def _is_here(x: Any) -> bool:
@@ -339,13 +364,30 @@ def check_there(devices: int) -> None:
         )
 
 
-def _check_devices(model: ModelConfig, devices: int) -> None:
+def _check_devices(model: ModelConfig, devices: int, replicas: int) -> None:
     check_there(devices)
     heads = model.num_layers * model.num_kv_heads
-    if devices > heads:
+    if devices > heads * replicas:
         raise UserError(
             f"tensor_parallel {devices}: {model.name} has {heads} KV heads in all layers; give at "
-            f"most {heads}"
+            f"most {heads * replicas}"
+        )
+    check_replicas(devices, replicas, model)
+
+
+def check_replicas(devices: int, replicas: int, model: ModelConfig | None = None) -> None:
+    """Raise `UserError` where KV heads, of any model or of this one, cannot have so many replicas
+    on so many devices."""
+    check_whole("kv_replicas", replicas, 1)
+    if devices % replicas:
+        raise UserError(
+            f"kv_replicas {replicas} with tensor_parallel {devices}: every KV head has as many "
+            f"devices; give a divisor of {devices}"
+        )
+    if model is not None and replicas > model.group_size:
+        raise UserError(
+            f"kv_replicas {replicas}: {model.name} has {model.group_size} query heads of each KV "
+            f"head to share out; give at most {model.group_size}"
         )
 
 
@@ -381,12 +423,20 @@ def _started(report: InsertReport) -> InsertReport:
 
 
 def _decoded(report: DecodeReport) -> DecodeReport:
-    """Blocks by device [G, P], KVs over all of them."""
+    """Blocks by shard [G, P], KVs over all of them.
+
+    Every device gets all of it, in one exchange: the host then reads a few arrays of one device,
+    whatever their number, and not a part of each array from every device.
+    """
+    rows = jnp.stack([report.owned, report.growth, report.kvs, report.longest])
+    told = jnp.append(rows.ravel(), report.free)
+    told = jax.lax.all_gather(told, AXIS, axis=1)
+    owned, growth, kvs, longest = told[:-1].reshape(*rows.shape, -1)
     return dataclasses.replace(
         report,
-        owned=report.owned[:, None],
-        growth=report.growth[:, None],
-        free=report.free[None],
-        kvs=_summed(report.kvs),
-        longest=jax.lax.pmax(report.longest, AXIS),
+        owned=owned,
+        growth=growth,
+        free=told[-1],
+        kvs=jnp.sum(kvs, axis=-1),
+        longest=jnp.max(longest, axis=-1),
     )

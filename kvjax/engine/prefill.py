@@ -21,6 +21,7 @@ from kvjax.cache.store import unshare
 from kvjax.kernels import Prefix, prefill_attention, prefill_attention_with_log_sum
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype, forward, logits
+from kvjax.models.parallel import own_share
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -279,13 +280,15 @@ def _run(
 
     def attend(scratch, layer, q, k, v, hidden):
         q, k, v = q[0], k[0], v[0]
+        own = own_share(config, q)
 
         def attend_and_score():
             prefix = None if before is None else before.prefix(layer)
             if observer.needs_log_sum:
                 out, log_sum = prefill_attention_with_log_sum(q, k, v, prefix=prefix)
+                out = own_share(config, out)
             else:
-                out, log_sum = prefill_attention(q, k, v, prefix=prefix), None
+                out, log_sum = prefill_attention(own, k, v, prefix=prefix), None
             view = LayerView(layer, q, k, length, start, log_sum=log_sum, v=v, hidden=hidden[0])
             if prefix is not None:
                 assert before is not None
@@ -298,7 +301,7 @@ def _run(
             return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scratch[2])
 
         def neither():
-            return jnp.zeros(q.shape, v.dtype), no_scores()
+            return jnp.zeros(own.shape, v.dtype), no_scores()
 
         if before is None:
             out, scores = attend_and_score()

@@ -65,15 +65,15 @@ class Worker:
         self.planes = tuple(plane.name for plane in spec.planes)
         self.compiled = CompiledSteps()
         num_heads, new, self.shard_heads = spec.num_kv_heads, init_cache, [spec.heads]
-        """KV heads of each device, over all layers."""
+        """KV heads of each shard, over all layers."""
         if parallel is not None:
             num_heads, new = parallel.dealing.places, parallel.new_cache
-            self.shard_heads = parallel.dealing.heads_of_devices.tolist()
+            self.shard_heads = parallel.dealing.heads_of_shards.tolist()
             self.eos_ids = parallel.same(self.eos_ids)
             self.artefacts = parallel.artefacts(self.artefacts)
         self.num_shards = len(self.shard_heads)
         self.shard_blocks = num_blocks // self.num_shards
-        """Blocks of each device."""
+        """Blocks of each shard."""
         self._new_cache = functools.partial(
             new,
             num_slots=config.num_rows,
@@ -401,10 +401,16 @@ class Worker:
     ) -> StepCall:
         key = self.decode_key(len(slots), rule, num_top, exact)
         num_steps = self.config.decode_steps_per_sync
-        most = np.int32(min(limit, num_steps))
+        rows: Any = self._padded(slots, key.sizes[0])
+        most: Any = np.int32(min(limit, num_steps))
+        if self.parallel is not None:
+            rows, most = (
+                self.parallel.numbers(tuple(rows.tolist())),
+                self.parallel.numbers(int(most)),
+            )
         args = (
             self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
-            self._padded(slots, key.sizes[0]), most, self.eos_ids, self.artefacts,
+            rows, most, self.eos_ids, self.artefacts,
         )  # fmt: skip
         return self._call(key, args)
 

@@ -30,7 +30,8 @@ class Attend[Carry](Protocol):
 
     ``layer`` is an i32 scalar; q is [B, T, H r, d], k and v are [B, T, H, d], q and k after RoPE;
     ``hidden`` [B, T, D] is what queries, keys and values are made of: the residual stream after the
-    layer's first norm. out has the shape of q. ``aux`` is any pytree of arrays, stacked over the
+    layer's first norm. out has the shape of q, or this replica's share of it
+    (``kvjax.models.parallel.own_share``). ``aux`` is any pytree of arrays, stacked over the
     layers afterwards.
     """
 

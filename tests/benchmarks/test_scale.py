@@ -46,7 +46,7 @@ def test_sizes_are_those_of_the_arrays(scale):
     assert sizes["free blocks"] == sum(x.size * 4 for x in jax.tree.leaves(cache.free))
     assert found["cap_tokens"] == 496
     assert blocks == (4 * (31 + 1) + 512) * 90
-    assert found["all_reduce_bytes_per_decode_step"] == 0
+    assert found["exchanged_bytes_per_decode_step"] == 0
     assert found["weight_bytes"] == pytest.approx(2 * 134.5e6, rel=0.01)
 
 
@@ -58,6 +58,30 @@ def test_the_largest_case_fits_and_devices_share_it(scale):
     assert found["full_cache_sequences"] < 50
     assert "fits" in err
     assert not scale("--devices", 1)[1]["fits"]
+
+
+def test_replicas_have_less_of_the_weights_and_more_of_the_pool(scale):
+    case = ("--model", "llama3.1-405b", "--devices", 16)
+    none, twice = (scale(*case, "--kv-replicas", n)[1] for n in (1, 2))
+    assert none["fits"]
+    assert not twice["fits"]
+    for name in ("pool, keys and values", "pool, metric and position"):
+        sizes = none["bytes_per_device"][name], twice["bytes_per_device"][name]
+        assert sizes[1] / sizes[0] == pytest.approx(2)
+    assert twice["bytes_per_device"]["block tables"] == none["bytes_per_device"]["block tables"]
+    # A sixteenth of all weights, and of keys' and values' matrices as much again.
+    own = twice["weight_bytes"] / 16
+    both = 126 * 16384 * 2 * 8 * 128 * 2 / 16
+    assert twice["bytes_per_device"]["weights"] == pytest.approx(own + both, rel=1e-3)
+    # Of 16 query heads of 128 each, the other replica's.
+    more = twice["exchanged_bytes_per_decode_step"] - none["exchanged_bytes_per_decode_step"]
+    assert more == 126 * 1000 * 8 * 128 * 2
+    for replicas, said in ((3, "give a divisor of 16"), (16, ""), (32, "give a divisor of 16")):
+        code, _, err = scale(*case, "--kv-replicas", replicas)
+        assert (code, said in err) == (2 if said else 0, True)
+    code, _, err = scale("--model", "llama3.1-405b", "--devices", 32, "--kv-replicas", 32)
+    assert code == 2
+    assert "give at most 16" in err
 
 
 def test_weights_of_few_bits_leave_room_for_a_pool(scale):

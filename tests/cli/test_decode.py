@@ -161,6 +161,8 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
             "cache_dtype 'int3': give one of bfloat16, float16, float32, int8",
         ),
         (("--tensor-parallel", "0"), "tensor_parallel 0"),
+        (("--kv-replicas", "2"), "kv_replicas 2 with tensor_parallel 1"),
+        (("--kv-replicas", "0"), "kv_replicas 0"),
         (("--tensor-parallel", "2"), "this process has 1 of kind cpu; give at most 1"),
         (("--nonsense",), "--nonsense"),
     ],

@@ -18,8 +18,8 @@ def test_even_dealing(layers, heads, devices):
     assert dealing.number.shape == (layers, devices * -(-heads // devices))
     for row in dealing.number:
         assert sorted(row[row < heads]) == list(range(heads))
-    assert np.ptp(dealing.heads_of_devices) <= 1
-    assert dealing.heads_of_devices.sum() == layers * heads
+    assert np.ptp(dealing.heads_of_shards) <= 1
+    assert dealing.heads_of_shards.sum() == layers * heads
 
 
 def test_whole_dealings_leave_the_order_alone():
@@ -75,7 +75,7 @@ def test_heads_are_a_load_too():
     load = np.zeros((30, 3))
     load[::3, 0] = 1
     dealing = Dealing.by_load(load, 2)
-    assert np.ptp(dealing.heads_of_devices) <= 2
+    assert np.ptp(dealing.heads_of_shards) <= 2
     assert dealing.loads(load).tolist() == [5, 5]
 
 

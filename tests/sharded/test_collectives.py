@@ -1,11 +1,18 @@
 """What devices tell each other in a step: the sums that the design names, and nothing of the
 pool."""
 
+import dataclasses
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+from kvjax.engine import SamplingParams
+from kvjax.engine.checks import checked_request
+from kvjax.engine.parallel import AXIS, _decoded
 from tests.sharded.tiny import SIZES, TINY, engine_of
 
 OPERATION = re.compile(
@@ -13,6 +20,11 @@ OPERATION = re.compile(
     r'collective_broadcast)"?\('
 )
 RESULT = re.compile(r"-> (?:\()?tensor<([^>]*)>")
+PROMPTS = [(30, "prefill", 32), (61, "prefill in scratch", 32), (90, "prefill in pool", 32)]
+"""Tokens, by which step they run, and how many at once."""
+NAMES = "owned", "growth", "kvs", "longest"
+FITS = "all_reduce", "i32"
+"""Whether every device has room."""
 
 
 def collectives(call) -> list[tuple[str, str]]:
@@ -48,11 +60,109 @@ def test_a_decode_step(engine):
             stream,  # the layer's attention
             stream,  # the layer's MLP
             ("all_gather", f"{groups}x{-(-TINY.vocab_size // 3) * 3}xf32"),  # logits
-            ("all_reduce", "i32"),  # whether every device had room
-            ("all_reduce", f"{groups}xi32"),  # told to the host: KVs
-            ("all_reduce", f"{groups}xi32"),  # and those of the longest head
+            FITS,
+            ("all_gather", f"{4 * groups + 1}x3xi32"),  # told to the host: blocks and KVs
         ]
     )
+
+
+def test_what_rounds_are_told_again_is_on_the_devices_already(engine):
+    """It would be put onto each of them in every round, by the host."""
+    first, again = (engine.worker.decode_call([0, 1], 1, None, None).args for _ in range(2))
+    assert all(one is other for one, other in zip(first[7:9], again[7:9], strict=True))
+    other = engine.worker.decode_call([1], 1, None, None).args
+    assert (first[7].tolist(), other[7].tolist()) == ([0, 1], [1])
+    assert int(other[8]) == 1
+    assert first[7].sharding.is_fully_replicated
+    assert len(first[7].sharding.device_set) == 3
+    assert engine.worker.decode_call([1], 5, None, None).args[8] == 5
+
+
+def test_what_the_host_is_told_is_of_all_devices_and_lies_on_each(engine):
+    """Blocks by device, KVs over all of them: fetched from one device, however many there are."""
+    parallel = engine.worker.parallel
+    call = engine.worker.decode_call([0, 1], 1, None, None)
+    told = call.step.eval_shape(*call.args)[2]
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(told))
+
+    def local(number):
+        device = number[0]
+        rows = {name: jnp.array([1, 2]) * 10**n + device for n, name in enumerate(NAMES)}
+        others = dict.fromkeys(("tokens", "active", "ok", "log_probs"))
+        return _decoded(dataclasses.replace(told, **others, **rows, free=7 * device))
+
+    specs = PartitionSpec(AXIS), PartitionSpec()
+    mapped = jax.shard_map(local, mesh=parallel.mesh, in_specs=specs[:1], out_specs=specs[1],
+                           check_vma=False)  # fmt: skip
+    found = jax.jit(mapped)(np.arange(3, dtype=np.int32))
+    assert found.owned.tolist() == [[1, 2, 3], [2, 3, 4]]
+    assert found.growth.tolist() == [[10, 11, 12], [20, 21, 22]]
+    assert found.kvs.tolist() == [303, 603]
+    assert found.longest.tolist() == [1002, 2002]
+    assert found.free.tolist() == [0, 7, 14]
+
+
+def job_of(engine, length: int):
+    """A prompt of so many tokens, none of which have run."""
+    tokens, sampling = np.arange(length, dtype=np.int32), SamplingParams(max_tokens=8)
+    request = checked_request(engine, tokens, sampling, engine.compression, "one", 0)
+    return engine.worker.begin(request)
+
+
+@pytest.mark.parametrize(("length", "step", "size"), PROMPTS)
+def test_a_prompt_tells_what_a_token_does(engine, length, step, size):
+    """Whole, in parts of a scratch, and chunk by chunk in the pool."""
+    job, worker = job_of(engine, length), engine.worker
+    if step == "prefill in scratch":
+        job.prompt = jax.eval_shape(worker.scratch_maker(job))
+    call = worker.chunk_call(job)
+    assert (call.key.step, call.key.sizes[0]) == (step, size)
+    stream = ("all_reduce", f"1x{size}x{TINY.hidden_size}xf32")
+    room = [FITS] if job.in_pool else []
+    assert collectives(call) == sorted(
+        [
+            stream,  # embeddings
+            stream,  # the layer's attention
+            stream,  # the layer's MLP
+            ("all_gather", f"{-(-TINY.vocab_size // 3) * 3}xf32"),  # logits
+            *room,
+        ]
+    )
+
+
+def test_a_prompt_that_is_compressed_tells_no_scores(engine):
+    heads = TINY.num_layers * TINY.num_kv_heads
+    job, worker = job_of(engine, 30), engine.worker
+    prompt = jax.eval_shape(worker.scratch_maker(job))
+    found = collectives(worker.place_call(job.request, prompt, 0, 10))
+    assert {name for name, _ in found} == {"all_reduce"}
+    # Counts, and two of each head: cheaper blocks, and those that cost as much.
+    assert max(elements(shape) for _, shape in found) == heads * 2
+    assert all(shape.endswith("i32") for _, shape in found)
+
+
+def test_replicas_gather_the_queries_of_their_heads():
+    """Once in the layer, and nothing else is told beside what devices without replicas do."""
+    engine = engine_of(6, "kv-compress", replicas=2)
+    vocab, hidden = -(-TINY.vocab_size // 6) * 6, TINY.hidden_size
+    own = f"1x{TINY.group_size}x{TINY.head_dim}xf32"
+    for call, rows, logits, told in (
+        (
+            engine.worker.decode_call([0, 1], 1, None, None),
+            "2x1x",
+            "2x",
+            [FITS, ("all_gather", "9x3xi32")],
+        ),
+        (engine.worker.chunk_call(job_of(engine, 30)), "1x32x", "", []),
+    ):
+        assert collectives(call) == sorted(
+            [
+                *[("all_reduce", f"{rows}{hidden}xf32")] * 3,
+                ("all_gather", f"{rows}{own}"),
+                ("all_gather", f"{logits}{vocab}xf32"),
+                *told,
+            ]
+        )
 
 
 def test_a_compression_tells_no_scores(engine):

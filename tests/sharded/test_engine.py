@@ -55,14 +55,17 @@ def on_one() -> dict:
 
 NARROW = {"weight_dtype": "int8", "cache_dtype": "int4"}
 CASES = [
-    (4, "kv-compress", False, {}),
+    (4, "kv-compress", False, {"replicas": 2, "group": 3}),
     (2, CALIBRATED, True, {}),
+    pytest.param(4, "kv-compress", False, {}, marks=pytest.mark.slow),
+    pytest.param(6, CALIBRATED, True, {"replicas": 2}, marks=pytest.mark.slow),
     pytest.param(2, "kv-compress", True, {}, marks=pytest.mark.slow),
     pytest.param(8, "kv-compress", True, {"layers": 3}, marks=pytest.mark.slow),
     pytest.param(2, "key-norm", False, NARROW, marks=pytest.mark.slow),
 ]
 """Layers are stacked, or taken one by one as CPUs do; one head for each of eight devices and one
-more; methods with calibrated arrays and what stays changed; weights, keys and values of few bits.
+more; methods with calibrated arrays and what stays changed; KV heads on two devices each, more of
+these than heads, and queries that do not come out even; weights, keys and values of few bits.
 """
 
 
@@ -71,7 +74,7 @@ def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, giv
     settings: dict[str, Any] = {"compress_every": 4, "protected": 4, **given}
     key = (method, *given.items())
     if key not in on_one:
-        on_one[key] = _answers(1, method, **settings)
+        on_one[key] = _answers(1, method, **{**settings, "replicas": 1})
     found = _answers(devices, method, stacked, **settings)
     for one, several in zip(on_one[key], found, strict=True):
         assert several.finish_reason == one.finish_reason == "length"
@@ -108,17 +111,43 @@ def test_steps_compile_beside_the_rounds(caplog):
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("devices", [2, 4])
-def test_weights_come_back_as_they_were(devices, stacked):
-    model, axes = model_of(stacked), logical_axes(TINY, stacked)
-    dealing = Dealing.even(TINY.num_layers, TINY.num_kv_heads, devices)
+@pytest.mark.parametrize(("shards", "replicas", "group"), [(2, 1, 2), (4, 1, 2), (3, 2, 3)])
+def test_weights_come_back_as_they_were(shards, replicas, group, stacked):
+    model, devices = model_of(stacked, group=group), shards * replicas
+    axes = logical_axes(model.config, stacked)
+    dealing = Dealing.even(TINY.num_layers, TINY.num_kv_heads, shards, replicas)
     params = split_params(model.params, axes, Split(dealing, mesh_of(devices)))
     for path, leaf in cast(Any, nnx.to_flat_state(params)):
         parts = {"kv_heads", "mlp", "vocab"} & set(axes[path])
         shard = leaf[...].addressable_shards[0].data
         assert shard.size * (devices if parts else 1) == leaf[...].size, path
-    back = join_params(params, axes, TINY, dealing)
+    back = join_params(params, axes, model.config, dealing)
     jax.tree.map(np.testing.assert_array_equal, back, model.params)
+
+
+def test_replicas_share_the_queries_of_their_heads():
+    """Each has the key and value of its heads, and some of their query heads; none is twice."""
+    model = model_of(True, group=3)
+    dealing = Dealing(np.array([[0, 1, 2], [2, 0, 3]], np.int32), 3, 3, 2)
+    split = Split(dealing, mesh_of(6))
+    params = cast(Any, split_params(model.params, logical_axes(model.config), split))
+    whole, dealt = (x["layers"]["qkv"][...] for x in (cast(Any, model.params), params))
+    assert dealt.shape == (2, TINY.hidden_size, 6, 4, TINY.head_dim)
+    for layer, row in enumerate(dealing.number):
+        for device in range(6):
+            head, (first, *_) = row[device // 2], [[0, 1], [2]][device % 2]
+            found = np.asarray(dealt[layer, :, device])
+            if head == 3:
+                assert not found.any()
+                continue
+            want = np.asarray(whole[layer, :, head])
+            np.testing.assert_array_equal(found[:, 0], want[:, first])
+            np.testing.assert_array_equal(found[:, 1], want[:, 1] if first == 0 else 0)
+            np.testing.assert_array_equal(found[:, 2:], want[:, 3:])
+    out = np.asarray(params["layers"]["out"][...])
+    assert out.shape == (2, 6, 2, TINY.head_dim, TINY.hidden_size)
+    want = np.asarray(cast(Any, model.params)["layers"]["out"][...])
+    np.testing.assert_array_equal(out[0, 1], [want[0, 0, 2], np.zeros_like(want[0, 0, 2])])
 
 
 @pytest.mark.slow
@@ -189,6 +218,14 @@ def test_what_is_refused():
     for load in (np.ones((3, 3)), -np.ones((2, 3))):
         with pytest.raises(UserError, match="array head_load: wanted a number from 0 on for each"):
             Parallel.of(TINY, 2, (), load)
+    for devices, replicas, said in (
+        (4, 3, "kv_replicas 3 with tensor_parallel 4: .* give a divisor of 4"),
+        (1, 2, "kv_replicas 2 with tensor_parallel 1: .* give a divisor of 1"),
+        (6, 3, "kv_replicas 3: tiny has 2 query heads of each KV head to share out; give at most"),
+        (4, 0, "kv_replicas 0: "),
+    ):
+        with pytest.raises(UserError, match=said):
+            engine_of(devices, "kv-compress", replicas=replicas)
     narrow = dataclasses.replace(TINY, num_layers=1, num_heads=2, num_kv_heads=2)
     model = LoadedModel(narrow, init_params(narrow, "float32"), ByteTokenizer(), "dummy weights")
     config = dataclasses.replace(SIZES, tensor_parallel=3)

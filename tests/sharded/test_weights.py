@@ -34,11 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def split_on(devices: int, seed: int) -> Split:
-    """Heads dealt at random, with an empty place on each device."""
-    places = -(-HEADS // devices) + 1
-    number = dealt(np.random.default_rng(seed), LAYERS, HEADS, devices, places)
-    return Split(Dealing(number, HEADS, devices), mesh_of(devices))
+def split_on(shards: int, seed: int, replicas: int = 1) -> Split:
+    """Heads dealt at random, with an empty place in each shard."""
+    places = -(-HEADS // shards) + 1
+    number = dealt(np.random.default_rng(seed), LAYERS, HEADS, shards, places)
+    return Split(Dealing(number, HEADS, shards, replicas), mesh_of(shards * replicas))
 
 
 def same(found: nnx.State, want: nnx.State) -> None:
@@ -55,10 +55,10 @@ def same(found: nnx.State, want: nnx.State) -> None:
 
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("devices", [2, 4])
-def test_dealt_as_they_are_read(folder, devices, stacked, weight_dtype):
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (3, 2)])
+def test_dealt_as_they_are_read(folder, shards, replicas, stacked, weight_dtype):
     """As if the whole model had been read, and was dealt then."""
-    split = split_on(devices, 1)
+    split = split_on(shards, 1, replicas)
     config, whole = load_params(folder, stacked=stacked, weight_dtype=weight_dtype)
     _, found = load_params(folder, stacked=stacked, weight_dtype=weight_dtype, shardings=split)
     same(found, split_params(whole, logical_axes(config, stacked), split))
@@ -72,7 +72,7 @@ def test_any_mesh_to_any_other(folder, tmp_path, stacked):
     params = split_params(whole, axes, first)
     path = save_orbax(tmp_path / "three", config, params, dealing=first.dealing)
     same(load_params(path, stacked=stacked)[1], whole)
-    for split in (first, split_on(3, 3), split_on(2, 4), split_on(4, 5)):
+    for split in (first, split_on(3, 3), split_on(2, 4, 2), split_on(4, 5)):
         for other in (stacked, not stacked):
             _, found = load_params(path, stacked=other, shardings=split)
             _, plain = load_params(folder, stacked=other)
@@ -85,9 +85,10 @@ def test_any_mesh_to_any_other(folder, tmp_path, stacked):
     same(narrow, split_params(whole, logical_axes(config, stacked), first))
 
 
-def test_every_device_reads_its_own_part(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("shards", "replicas"), [(3, 1), (2, 2)])
+def test_every_device_reads_its_own_part(folder, tmp_path, monkeypatch, shards, replicas):
     config, whole = load_params(folder, stacked=False)
-    first = split_on(3, 2)
+    first = split_on(shards, 2, replicas)
     params = split_params(whole, logical_axes(config, False), first)
     path = save_orbax(tmp_path / "three", config, params, dealing=first.dealing)
 
@@ -99,6 +100,9 @@ def test_every_device_reads_its_own_part(folder, tmp_path, monkeypatch):
         patch.setattr(parallel, "dealt", refused)
         _, found = load_params(path, stacked=False, shardings=first)
     same(found, params)
+    other = Dealing(first.dealing.number, HEADS, shards, 3 - replicas)
+    assert not first.dealing.same_as(other)
+    same(load_params(path, stacked=False)[1], whole)
 
 
 def test_a_dealing_of_another_model_is_refused(folder, tmp_path):
@@ -114,6 +118,10 @@ def test_a_dealing_of_another_model_is_refused(folder, tmp_path):
         {**good, "number": "x"},
         {**good, "devices": 4},
         {**good, "devices": 0},
+        {**good, "replicas": 0},
+        {**good, "devices": 6, "replicas": 3},
+        {**good, "devices": -2, "replicas": -1},
+        {**good, "devices": 3, "replicas": 2},
         {"number": good["number"]},
     ):
         (path / "dealing.json").write_text(json.dumps(bad))
@@ -146,6 +154,9 @@ def test_an_engine_deals_what_it_loads(folder, monkeypatch):
     )
     with pytest.raises(UserError, match="tensor_parallel 1: the weights were dealt to 2 devices"):
         LLM(model, engine_settings("key-norm"), SIZES)
+    twice = dataclasses.replace(config, kv_replicas=2)
+    with pytest.raises(UserError, match="kv_replicas 2: the weights were dealt with 1 of each"):
+        LLM(model, engine_settings("key-norm"), twice)
 
 
 def test_a_published_calibration_of_weights_that_are_dealt_as_they_are_read(folder, tmp_path):

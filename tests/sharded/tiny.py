@@ -33,9 +33,15 @@ SIZES = EngineConfig(
 
 @functools.cache
 def model_of(
-    stacked: bool, weight_dtype: str | None = None, layers: int = TINY.num_layers
+    stacked: bool,
+    weight_dtype: str | None = None,
+    layers: int = TINY.num_layers,
+    group: int = TINY.group_size,
 ) -> LoadedModel:
-    config = dataclasses.replace(TINY, weight_dtype=weight_dtype, num_layers=layers)
+    heads = TINY.num_kv_heads * group
+    config = dataclasses.replace(
+        TINY, weight_dtype=weight_dtype, num_layers=layers, num_heads=heads
+    )
     params = init_params(config, "float32", seed=3, stacked=stacked)
     return LoadedModel(config, params, ByteTokenizer(), "dummy weights")
 
@@ -67,10 +73,12 @@ def engine_of(
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
     layers: int = TINY.num_layers,
+    group: int = TINY.group_size,
+    replicas: int = 1,
     **settings,
 ) -> LLM:
-    config = dataclasses.replace(SIZES, tensor_parallel=devices)
+    config = dataclasses.replace(SIZES, tensor_parallel=devices, kv_replicas=replicas)
     calibration = made_calibration() if as_method(method).calibrated else "none"
     settled = engine_settings(method, **settings)
-    model = model_of(stacked, weight_dtype, layers)
+    model = model_of(stacked, weight_dtype, layers, group)
     return LLM(model, settled, config, cache_dtype=cache_dtype, calibration=calibration)

@@ -43,6 +43,7 @@ def engine_config(options: argparse.Namespace, max_len: int | None) -> EngineCon
         decode_steps_per_sync=options.decode_steps_per_sync,
         pool_tokens=EMULATED[options.emulate] if options.emulate else options.pool_tokens,
         tensor_parallel=options.tensor_parallel,
+        kv_replicas=options.kv_replicas,
     )
 
 

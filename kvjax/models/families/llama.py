@@ -12,8 +12,9 @@ path               shape             logical axes                         initia
 =================  ================  ===================================  =====================
 embed              [V, D]            vocab, embed                         std 0.02
 layers/attn_norm   [D]               embed                                ones
-layers/qkv         [D, H, r+2, d]    embed, kv_heads, group, head_dim     std 1/sqrt(D)
-layers/qkv_bias    [H, r+2, d]       kv_heads, group, head_dim            std 0.02; only with
+layers/qkv         [D, H, r+2, d]    embed, kv_heads, group_and_kv,       std 1/sqrt(D)
+                                     head_dim
+layers/qkv_bias    [H, r+2, d]       kv_heads, group_and_kv, head_dim     std 0.02; only with
                                                                           attention_bias
 layers/out         [H, r, d, D]      kv_heads, group, head_dim, embed     std 1/sqrt(H r d)
 layers/mlp_norm    [D]               embed                                ones
@@ -42,7 +43,7 @@ from jaxtyping import Array
 from kvjax.models.config import ModelConfig
 from kvjax.models.family import CheckpointTensor, Layer, Model, ParamSpec, scale_of
 from kvjax.models.narrow import scaled_product
-from kvjax.models.parallel import added_up, looked_up, of_vocabulary
+from kvjax.models.parallel import added_up, looked_up, of_vocabulary, whole_groups
 from kvjax.models.rope import rotate
 
 _ALL = slice(None)
@@ -106,7 +107,7 @@ class LlamaLayer(Layer):
             "attn_norm": norm_spec(dim, "embed", 0, "input_layernorm.weight", "attn_norm.weight"),
             "qkv": ParamSpec(
                 (dim, heads, group + 2, d),
-                ("embed", "kv_heads", "group", "head_dim"),
+                ("embed", "kv_heads", "group_and_kv", "head_dim"),
                 dim**-0.5,
                 1,
                 _qkv_tensors(config, "weight", (_ALL, _ALL)),
@@ -146,7 +147,7 @@ class LlamaLayer(Layer):
         if config.attention_bias:
             table["qkv_bias"] = ParamSpec(
                 (heads, group + 2, d),
-                ("kv_heads", "group", "head_dim"),
+                ("kv_heads", "group_and_kv", "head_dim"),
                 0.02,
                 6,
                 _qkv_tensors(config, "bias", (_ALL,)),
@@ -167,9 +168,9 @@ class LlamaLayer(Layer):
         qkv = self.times(hidden, "qkv")
         if config.attention_bias:
             qkv = qkv + self.qkv_bias[...]
-        r = config.group_size
-        q = qkv[..., :r, :].reshape(*hidden.shape[:-1], config.num_heads, config.head_dim)
-        return q, qkv[..., r, :], qkv[..., r + 1, :]
+        q = whole_groups(config, qkv[..., :-2, :])
+        q = q.reshape(*hidden.shape[:-1], config.num_heads, config.head_dim)
+        return q, qkv[..., -2, :], qkv[..., -1, :]
 
     def project(
         self, config: ModelConfig, hidden: Array, cos: Array, sin: Array

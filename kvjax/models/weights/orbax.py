@@ -108,10 +108,14 @@ def _read_dealing(folder: Path, config: ModelConfig) -> Dealing | None:
     try:
         values = read_part(path).values
         found = Dealing(
-            np.array(values["number"], np.int32), config.num_kv_heads, values["devices"]
+            np.array(values["number"], np.int32),
+            config.num_kv_heads,
+            values["devices"] // values.get("replicas", 1),
+            values.get("replicas", 1),
         )
         fits = len(found.number) == config.num_layers and found.whole
-        if fits and found.number.shape[1] == found.places * found.devices:
+        fits &= found.devices == values["devices"] and 1 <= found.replicas <= config.group_size
+        if fits and found.number.shape[1] == found.places * found.shards:
             return found
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError, OverflowError):
         pass

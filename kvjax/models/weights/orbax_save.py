@@ -82,8 +82,9 @@ def save_orbax(
             _write_arrays(work / PARAMS, _tree(config, params))
             (work / FILES).write_text(json.dumps(file_sizes(work / PARAMS)) + "\n")
             if dealing is not None:
-                number = {"number": dealing.number.tolist(), "devices": dealing.devices}
-                (work / DEALING).write_text(json.dumps(number) + "\n")
+                told = {"number": dealing.number.tolist(), "devices": dealing.devices}
+                told["replicas"] = dealing.replicas
+                (work / DEALING).write_text(json.dumps(told) + "\n")
             if tokenizer is not None:
                 _copy_tokenizer(Path(tokenizer), work)
             # Last: a folder without it does not load.
