@@ -220,7 +220,7 @@ class _RowRun:
         cuts = _Cut(self, cut, chunk, fed, room, growth)
         for stored in dict.fromkeys(variant.cache_dtype for variant in variants):
             cache = self.evaluator.empty_cache(most, stored)
-            # Slots of a like size side by side: a batch decodes at the pace of its longest head.
+            # Slots of a like size side by side: those that hold little come in larger batches.
             pending = [variant for variant in variants if variant.cache_dtype == stored]
             pending.sort(key=lambda v: (v.rate, -(v.cap or float("inf")), v.method))
             while pending:

@@ -168,7 +168,7 @@ def test_fault_07_a_query_group_shares_each_kv():
 
 
 def test_fault_07_work_follows_the_compressed_length(monkeypatch):
-    """A head with room for 1,024 KVs and 16 in it gathers one part of eight, whatever others do."""
+    """Heads with room for 1,024 KVs gather pieces of 64 KVs that they hold, whatever others do."""
     assert "seq_len" not in inspect.signature(paged_attention).parameters
     heads, blocks = 2, 64
     q = jnp.ones((1, heads, 8))
@@ -185,17 +185,17 @@ def test_fault_07_work_follows_the_compressed_length(monkeypatch):
 
     monkeypatch.setattr(reference.lax, "fori_loop", loop)
 
-    def gathered(*lengths: int) -> int:
+    def gathered(*lengths: int, at_once: int = 1) -> int:
         rounds.clear()
         held = jnp.asarray([lengths], jnp.int32)
-        reference.paged_attention(q, pool, pool, table, held, scale=1.0, rows_at_once=1)
-        # Those of the inner loop; the outer one has one more name for each.
-        return sum(body.__name__ != "attend_chunk" for body in rounds)
+        reference.paged_attention(q, pool, pool, table, held, scale=1.0, pieces_at_once=at_once)
+        return sum(body.__name__ == "attend_pieces" for body in rounds)
 
-    assert gathered(16, 16) == gathered(128, 3) == 2
-    assert gathered(129, 0) == 2
-    assert gathered(16 * blocks, 16) == 8 + 1
-    assert gathered(16, 16 * blocks) == 8 + 1
+    assert gathered(16, 16) == gathered(64, 3) == 2
+    assert gathered(65, 0) == 2
+    assert gathered(16 * blocks, 16) == gathered(16, 16 * blocks) == 16 + 1
+    # Heads of any lengths fill the turns: these take as many as their sum.
+    assert gathered(16 * blocks, 16, at_once=4) == gathered(8 * blocks, 9 * blocks, at_once=4) == 5
     assert gathered(0, 0) == 0
 
 

@@ -143,9 +143,9 @@ def tolerance(name: str, p: Problem) -> tuple[float, float]:
     return max(1.0, float(np.abs(v).max())) * (rounding + 2 * logit), 4 * logit + 1e-6
 
 
-def run_xla(p: Problem, with_metric: bool, rows: int | None = None):
-    statistic = p.statistic(with_metric)
-    return reference.paged_attention(*p.arguments, scale=p.scale, rows_at_once=rows, **statistic)
+def run_xla(p: Problem, with_metric: bool, pieces: int | None = None):
+    c = {"scale": p.scale, "pieces_at_once": pieces}
+    return reference.paged_attention(*p.arguments, **c, **p.statistic(with_metric))
 
 
 def run_tpu(p: Problem, with_metric: bool, interpret: bool | pltpu.InterpretParams = True):

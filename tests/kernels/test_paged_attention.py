@@ -14,6 +14,7 @@ from kvjax.kernels.paged_attention import (
     mosaic_gpu,
     mosaic_gpu_config,
     mosaic_gpu_finish,
+    reference,
     spec,
     tpu,
 )
@@ -213,14 +214,40 @@ def drawn(draw, dtypes=spec.DTYPES, longest: int = 300):
     return lengths, shape, draw(st.integers(0, 2**16))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("pieces", [1, 3, 64])
 @pytest.mark.parametrize("case", ["ragged", "many short heads"])
-def test_how_many_heads_come_at_once_changes_nothing(case: str, rows: int) -> None:
+def test_how_many_pieces_come_at_once_changes_nothing(case: str, pieces: int) -> None:
     lengths, shape = CASES[case]
     p = problem(lengths, dataclasses.replace(shape, dtype="float32"))
-    together, few = run_xla(p, True), run_xla(p, True, rows)
-    for one, other in zip(together, few, strict=True):
+    usual, others = run_xla(p, True), run_xla(p, True, pieces)
+    for one, other in zip(usual, others, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RESULT_BYTES", 1), ("RESULT_BYTES", 1 << 15), ("PARTS_MERGED", 2)]
+)
+def test_what_pieces_give_is_merged_in_portions(monkeypatch, name: str, value: int) -> None:
+    """One head at a time, two or three of six, and two pieces of a head's six at a time."""
+    monkeypatch.setattr(reference, name, value)
+    p = problem([[350, 70], [1, 190], [0, 320]], BASE, spread=4.0, observed=[True, False, True])
+    assert_exact("xla", p)
+
+
+def test_a_head_computes_the_same_wherever_it_stands() -> None:
+    """In every bit: among longer and shorter heads, at the start of a turn or across two."""
+    p = problem([[70, 190], [300, 5], [0, 129]], shaped(dtype="float32", head_dim=64), spread=4.0)
+    q, k, v, table, lengths = p.arguments
+    out, metric = reference.paged_attention(
+        *p.arguments, scale=p.scale, metric=p.metric, pieces_at_once=4
+    )
+    for order in ([2, 0, 1], [1, 2, 0]):
+        moved = [x[jnp.asarray(order)] for x in (q, table, lengths)]
+        out_moved, metric_moved = reference.paged_attention(
+            moved[0], k, v, *moved[1:], scale=p.scale, metric=p.metric, pieces_at_once=4
+        )
+        np.testing.assert_array_equal(out_moved, np.asarray(out)[order])
+        np.testing.assert_array_equal(metric_moved, metric)  # type: ignore[arg-type]
 
 
 @settings(max_examples=5, deadline=None)

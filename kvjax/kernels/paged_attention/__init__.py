@@ -223,8 +223,8 @@ def _choose(
 
     def xla(where: Device):
         # Elsewhere every round of a loop is a launch, and unused lanes are cheap.
-        rows = reference.ROWS_ON_CPU if where.platform == "cpu" else None
-        return {"scale": scale, "rows_at_once": rows}
+        pieces = reference.PIECES_ON_CPU if where.platform == "cpu" else None
+        return {"scale": scale, "pieces_at_once": pieces}
 
     candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
     if implementation in VARIANTS:
