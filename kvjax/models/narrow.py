@@ -18,7 +18,10 @@ from kvjax.kernels import device
 MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Largest number of each dtype that weights can have."""
 _TILE, _LEAST_ROWS = 1 << 18, 32
-"""Weights that a CPU multiplies by at a time, and the least rows of a matrix that are."""
+"""Weights that a CPU multiplies by at a time, of small matrices down to a quarter of that; and the
+least rows of a matrix that are."""
+_TILES = 16
+"""Of a small matrix: fewer, larger ones take longer."""
 
 
 def narrowed(
@@ -62,7 +65,8 @@ def _by_tiles(x: Array, weight: Array, axis: int) -> Array:
     multiple of the time that reading it takes; of a tile that stays in a core's cache, at none.
     """
     count, columns = weight.shape
-    size = min(count, max(_LEAST_ROWS, _TILE // columns))
+    tile = min(_TILE, max(_TILE // 4, weight.size // _TILES))
+    size = min(count, max(_LEAST_ROWS, tile // columns))
 
     def product(start: Array | int, size: int) -> Array:
         part = jax.lax.dynamic_slice_in_dim(weight, start, size)
