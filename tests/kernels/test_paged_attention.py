@@ -175,9 +175,12 @@ def test_keys_and_values_of_one_pool() -> None:
     c = mosaic_gpu.config(p.shape, scale=p.scale, keep_logits=True, cores=1)
     c = dataclasses.replace(c, stages=2, programs=3, interleaved=True)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = mosaic_gpu.paged_attention(*pairs.arguments, c=c, **statistic, interpret=interpret)
-    out, metric = (np.asarray(x.astype(jnp.float32)) for x in found)
+    out, metric = mosaic_gpu.paged_attention(
+        *pairs.arguments, c=c, **statistic, interpret=interpret
+    )
+    assert metric is not None
     allowed_out, allowed_metric = tolerance("mosaic_gpu", p)
+    out, metric = np.asarray(out.astype(jnp.float32)), np.asarray(metric)
     np.testing.assert_allclose(out, p.out, rtol=0, atol=allowed_out)
     np.testing.assert_allclose(metric[:count], p.new_metric, rtol=0, atol=allowed_metric)
     assert not metric[count:].any()
