@@ -40,6 +40,7 @@ def test_missing_toolchain_says_what_to_install(monkeypatch, capsys) -> None:
     assert "needs libtpu: pip install" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_decode_is_timed_at_small_sizes(tmp_path: Path, capsys) -> None:
     """Rows with time, bytes and share of the bandwidth; the last line is the same as the file."""
     path = tmp_path / "bench.json"

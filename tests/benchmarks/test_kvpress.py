@@ -332,6 +332,7 @@ def test_equal_kvs_are_found_under_any_name():
     assert again["kvs_wanted"] == 1000
 
 
+@pytest.mark.slow
 def test_other_weights_are_noticed(run, tmp_path):
     code, _, err = run("--presses", "tova", shift=1.0)
     assert code == 2

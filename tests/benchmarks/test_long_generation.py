@@ -46,6 +46,7 @@ def test_the_number_asked_for_stands_once_and_in_the_middle(number):
     assert other.said.tolist() != made.said.tolist()
 
 
+@pytest.mark.slow
 def test_a_cap_that_holds_everything_costs_nothing_and_a_small_one_something(run, tmp_path):
     out = tmp_path / "long.jsonl"
     code, report, err = run(

@@ -191,6 +191,7 @@ def test_blocks_that_change_hands_carry_no_numbers_over():
     assert not any(len(kvs) for kvs in heads_of(free).values())
 
 
+@pytest.mark.slow
 def test_a_prompt_in_a_cache_without_planes_goes_by_its_metric():
     """Who decodes without the planes is refused before; evictions go by the prompt's metric."""
     metric = jnp.asarray(np.random.default_rng(0).random((L, H, 12)), jnp.float32)

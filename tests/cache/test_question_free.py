@@ -146,6 +146,7 @@ def test_centres_look_ahead_by_powers_of_two(drawn, ahead):
         np.testing.assert_allclose(got[h, :LENGTH], want, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_whole_heads_need_a_calibration(tiny_params):  # noqa: F811
     asked = CompressionConfig("duo-heads", max_cache_tokens=64)
     (prompt,) = prompts_of(120)

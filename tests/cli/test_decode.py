@@ -109,6 +109,7 @@ def test_the_same_seed_gives_the_same_text(tiny):
     assert runs[0] == runs[1] != runs[2]
 
 
+@pytest.mark.slow
 def test_chunks_and_triggers_can_be_combined(tiny):
     code, out, err = tiny(
         *("--json", "--max-cache-tokens", 64, "--prefill-chunk", 128, "--compress-every", 4),

@@ -246,6 +246,7 @@ def test_quick_names_what_there_is():
         choose_methods("snapvk")
 
 
+@pytest.mark.slow
 def test_dummy_weights_run(capsys, tmp_path, monkeypatch):
     from kvjax.models import config
 

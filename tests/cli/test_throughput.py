@@ -63,6 +63,7 @@ def test_rates_and_lengths_give_a_line_each(throughput, tmp_path):
     assert "expected" in err
 
 
+@pytest.mark.slow
 def test_the_machine_bounds_what_was_done(throughput):
     arguments = [a for a in SMALL if a != "--no-limits"]
     code, (row,), err = throughput(*arguments, "--rate", "1", "--input-len", 60)

@@ -395,6 +395,7 @@ asyncio.run(main())
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
 
 
+@pytest.mark.slow
 def test_a_document_is_retained_while_others_run(tiny_params, tmp_path):
     (document, question) = prompts_of(70, 9)
     asked, path = np.concatenate([document, question]), tmp_path / "document.safetensors"

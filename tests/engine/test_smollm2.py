@@ -39,6 +39,7 @@ def test_paged_decode_gives_transformers_tokens(model):
     assert list(found.token_ids) == expected
 
 
+@pytest.mark.slow
 def test_a_quarter_of_the_cache_still_knows_the_answer(model):
     filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. "
     needle = "The pass key is 71432. Remember it. 71432 is the pass key. "

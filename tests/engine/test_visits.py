@@ -130,6 +130,7 @@ def bench(tiny_params) -> Bench:
 SHORT, LONG, OTHER = prompts_of(6, 11, 9)
 
 
+@pytest.mark.slow
 def test_each_slot_goes_on_with_its_own_tokens(bench):
     firsts = [int(bench.start(slot, p).token) for slot, p in ((3, SHORT), (0, LONG), (2, OTHER))]
     report = bench.visit(2, 9, 3, 0)

@@ -410,6 +410,7 @@ def test_stop_texts_end_an_answer_early(tiny_model):
     assert answer == whole[: whole.index(stop)]
 
 
+@pytest.mark.slow
 def test_one_slot_suffices(tiny_model):
     """The pool of a single slot holds a full cache and its answer."""
     row = make_row(context="word" * 25, answer_prefix="", target=" ", metric="f1")
@@ -422,6 +423,7 @@ def test_one_slot_suffices(tiny_model):
     assert slots_for(tiny_model, 100) == 16
 
 
+@pytest.mark.slow
 def test_more_variants_than_slots_and_equal_cuts(evaluator):
     """Batches of four; a row without question, suffix and prefix has one cut for all protocols."""
     row = make_row(question="", suffix="", answer_prefix="", metric="nll")
