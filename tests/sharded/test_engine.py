@@ -150,6 +150,15 @@ def test_replicas_share_the_queries_of_their_heads():
     np.testing.assert_array_equal(out[0, 1], [want[0, 0, 2], np.zeros_like(want[0, 0, 2])])
 
 
+def test_replicas_count_no_block_twice():
+    once, twice = (
+        engine_of(shards * replicas, "kv-compress", replicas=replicas).plan
+        for shards, replicas in ((2, 1), (2, 2))
+    )
+    assert twice.num_blocks == once.num_blocks
+    assert twice.pool == once.pool
+
+
 @pytest.mark.slow
 def test_shared_prefixes_are_those_of_one_device(tmp_path):
     """Blocks of several owners on every device; a question goes on where it would on one."""
