@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.card import __main__ as card
-from benchmarks.card import process, report
+from benchmarks.card import attention, process, report
 from benchmarks.card.parts import Group, Machine, Part
 from kvjax.cli import main_of
 from tests.conftest import REPOSITORY
@@ -299,6 +299,10 @@ def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> No
     assert "| tokens per second at 64× over none | ≥ 8× | 6.00× | **missed** |" in text
     assert "| right: broken | XlaRuntimeError: a / b |" in text
     assert "64 prompts of 6,000 tokens" in text
+
+
+def test_the_page_knows_every_variant_that_is_timed() -> None:
+    assert tuple(f" {name}" for name in attention.VARIANTS) == report.VARIANTS
 
 
 def test_a_page_without_results_says_how_to_get_them(tmp_path) -> None:
