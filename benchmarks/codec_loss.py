@@ -2,14 +2,14 @@
 
     python -m benchmarks.codec_loss --data BOOK.txt.gz …          # SmolLM2, 3 texts of 320 tokens
     python -m benchmarks.codec_loss --data essays.jsonl.gz --texts 8 --tokens 1024 --types int8,int4
-    python -m benchmarks.codec_loss --data BOOK.txt.gz --types int4 --window 32
+    python -m benchmarks.codec_loss --data BOOK.txt.gz --types int4,int4w16,int4w32
 
 Nothing is evicted. The first tokens of a text are a prompt: they attend to keys and values as they
 are. The last ones read everything coded, as decode steps do. Of each of these the distribution of
 the next token is compared with that of the same model without codes: the mean of Σ p log(p / q),
 its standard error, and the largest. What is told beside it is the squared error of keys and of
-values over their squares. With --window, each token reads the newest KVs as they are: what a
-residual window would gain, which the cache does not have. The last line is one JSON object.
+values over their squares. Types with a window (int4w16) read so many newest KVs as they are; the
+bytes of these are told apart from those of a KV. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -37,20 +37,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--texts", type=int, default=3, help="from all of them, evenly (%(default)s)")
     add("--tokens", type=int, default=320, help="of each (%(default)s)")
     add("--coded", type=int, default=64, help="of these, the last that read codes (%(default)s)")
-    add("--window", type=int, default=0, help="newest KVs that are read as they are (%(default)s)")
     options = parser.parse_args(arguments)
-    check_whole("--window", options.window, 0)
     check_whole("--texts", options.texts, 1)
     check_whole("--coded", options.coded, 1)
     check_whole("--tokens", options.tokens, options.coded + 1)
     return options
 
 
-def next_tokens(model: Any, codecs: list, tokens: int, coded: int, window: int = 0):
+def next_tokens(model: Any, codecs: list, tokens: int, coded: int):
     """A compiled function of a codec's number and token ids: log-probabilities behind each of the
     last `coded` tokens, [coded, V], and the relative errors of keys and of values.
 
-    Each of these reads its newest `window` KVs, itself among them, uncoded.
+    Each of these reads the newest KVs of its codec's window, itself among them, uncoded.
     """
     import jax
     import jax.numpy as jnp
@@ -60,6 +58,7 @@ def next_tokens(model: Any, codecs: list, tokens: int, coded: int, window: int =
     config, first = model.config, tokens - coded
     heads, d = config.num_kv_heads, config.head_dim
     position = jnp.arange(tokens, dtype=jnp.int32)
+    windows = jnp.asarray([codec.window for codec in codecs], jnp.int32)
 
     def run(number, ids):
         def through(rows, part):
@@ -72,7 +71,7 @@ def next_tokens(model: Any, codecs: list, tokens: int, coded: int, window: int =
         def attended(q, rows, coded, exact):
             """Of some rows: keys and values as they are where they are new, else coded."""
             age = position[rows][:, None] - position
-            new = age < window
+            new = age < windows[number]
             (k, v), (exact_k, exact_v) = coded, exact
             s = jnp.einsum("qhrd,khd->hrqk", q[rows], k)
             s = jnp.where(new, jnp.einsum("qhrd,khd->hrqk", q[rows], exact_k), s) / math.sqrt(d)
@@ -123,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--data: a text is too short for {options.tokens} tokens")
         ids.append(np.asarray(found[: options.tokens], np.int32))
     codecs = [as_codec(kind, "float32") for kind in ("float32", *types)]
-    call = next_tokens(model, codecs, options.tokens, options.coded, options.window)
+    call = next_tokens(model, codecs, options.tokens, options.coded)
     exact = [np.asarray(call(0, one)[0], np.float64) for one in ids]
     rows = {}
     for number, kind in enumerate(types, 1):
@@ -136,6 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         spec = CacheSpec.of(model.config, codecs[number])
         rows[kind] = {
             "kv_bytes": spec.kv_bytes,
+            "window_bytes": spec.window_bytes,
             "kl": round(float(loss.mean()), 5),
             "standard_error": round(float(loss.std() / math.sqrt(len(loss))), 5),
             "largest": round(float(loss.max()), 4),

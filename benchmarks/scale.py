@@ -5,14 +5,16 @@
     python -m benchmarks.scale --devices 1 --weight-dtype float8_e4m3fn --sequences 100
     python -m benchmarks.scale --model llama3.1-405b --devices 16 --kv-replicas 2
     python -m benchmarks.scale --compile                       # and what the compiler says of it
+    python -m benchmarks.scale --compile v6e --sequences 200   # for TPUs, by the extra `tpu`
 
 Weights, KV heads, their blocks and their tables are split over the devices (blocks and tables over
 fewer, where KV heads have replicas); tokens, lengths of sequences and sampling are replicated.
 Nothing is run: the numbers follow from the shapes that `kvjax.cache` and `kvjax.engine` allocate.
-With `--compile` the engine's own decode step and a chunk
-of a prompt are compiled at the full size, for CPU devices that are not there, and its memory
-analysis stands beside the plan: what comes in has to be what was planned; what is computed in
-between is this compiler's, and no accelerator's. The last line is one JSON object.
+With `--compile` the engine's own decode step and a chunk of a prompt are compiled at the full size
+for devices that are not there: CPU devices, or accelerators whose compiler is installed. Its memory
+analysis stands beside the plan: what comes in has to be what was planned, and what is computed in
+between is what this compiler needs. So do the exchanges that are left in the program, those of one
+layer in a loop once. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -24,15 +26,28 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from typing import Any
 
-from benchmarks.kernels.compile import NOT_TO_RUN
+from benchmarks.kernels.compile import (
+    ABSENT,
+    NOT_TO_RUN,
+    PLUGINS,
+    absent_devices,
+    check_toolchain,
+    in_its_place,
+)
 from kvjax.checks import check_number
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.cli.models import DTYPES, WEIGHT_DTYPES
 from kvjax.errors import UserError
 
+EXCHANGE = re.compile(
+    r"= (\S+|\([^=]*?\)) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|"
+    r"collective-broadcast)(?:-start)?\("
+)
+SHAPE = re.compile(r"[a-z]\w*\[[\d,]*\]")
 MOST = 1e12
 """Of anything that is given."""
 
@@ -55,7 +70,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--kv-bytes", type=int, default=2, help="per element of the pool (%(default)s)")
     add("--longest-head", type=float, default=8.0,
         help="most KVs of a head, in multiples of the mean it keeps (%(default)s)")  # fmt: skip
-    add("--compile", action="store_true", help="compile the steps, and say what they take")
+    add("--compile", nargs="?", const="cpu", choices=("cpu", *PLUGINS), metavar="TARGET",
+        help="compile the steps and say what they take: for cpu, or one of "
+        f"{', '.join(PLUGINS)}")  # fmt: skip
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -185,6 +202,7 @@ def compiled(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, di
     from flax import nnx
 
     from kvjax.cache import CacheSpec, as_codec, get_method
+    from kvjax.engine.compilation import compiler_options
     from kvjax.engine.decode import init_slots
     from kvjax.engine.parallel import Parallel
     from kvjax.models.decoder import abstract_params, logical_axes
@@ -198,7 +216,8 @@ def compiled(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, di
     spec = CacheSpec.of(model, codec, options.block_size)
     shards = devices // options.kv_replicas
     dealing = Dealing.even(model.num_layers, model.num_kv_heads, shards, options.kv_replicas)
-    parallel, axes = Parallel(model, dealing), logical_axes(model)
+    there = jax.devices() if options.compile == "cpu" else absent_devices(options.compile, devices)
+    parallel, axes = Parallel(model, dealing, devices=there), logical_axes(model)
     split = Split(dealing, parallel.mesh)
 
     def lying(tree: Any, sharding: Any) -> Any:
@@ -238,15 +257,29 @@ def compiled(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, di
     }  # fmt: skip
     rows = {}
     for name, arguments in calls.items():
-        program = steps[name].lower(*arguments).compile()  # type: ignore[attr-defined, index]
+        with in_its_place(there[0]):
+            lowered = steps[name].lower(*arguments)  # type: ignore[attr-defined, index]
+            gpu = "gpu" if options.compile == "h200" else "cpu"
+            program = lowered.compile(compiler_options(gpu))
         told = program.memory_analysis()
         rows[name] = {
             "arguments": told.argument_size_in_bytes,
             "in place": told.alias_size_in_bytes,
             "results": told.output_size_in_bytes - told.alias_size_in_bytes,
             "temporaries": told.temp_size_in_bytes,
+            "exchanges": exchanges(program.as_text()),
         }
     return rows
+
+
+def exchanges(text: str) -> dict[str, int]:
+    """How often each exchange between devices stands in a compiled program, by what it is and what
+    it results in: "all-reduce f32[8,1,4096]"."""
+    found: dict[str, int] = {}
+    for match in EXCHANGE.finditer(text):
+        shapes = ", ".join(SHAPE.findall(match[1]))
+        found[f"{match[2]} {shapes}"] = found.get(f"{match[2]} {shapes}", 0) + 1
+    return dict(sorted(found.items()))
 
 
 PLANNED = ("weights", "pool, keys and values", "pool, metric and position", "free blocks",
@@ -299,8 +332,11 @@ def show(found: dict[str, Any], device_gib: float) -> None:
     )
     planned = sum(found["bytes_per_device"][name] for name in PLANNED)
     for step, told in found.get("compiled", {}).items():
-        row = ", ".join(f"{name} {gib(count)}" for name, count in told.items())
+        counts = [(name, count) for name, count in told.items() if name != "exchanges"]
+        row = ", ".join(f"{name} {gib(count)}" for name, count in counts)
         facts.add_row(f"{step}, compiled", row)
+        for what, count in told["exchanges"].items():
+            facts.add_row("", f"{count} × {what}")
         facts.add_row("of these arguments planned", f"{planned / told['arguments']:.4f}")
     console.print(table)
     console.print(facts)
@@ -308,10 +344,13 @@ def show(found: dict[str, Any], device_gib: float) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    if options.compile:
+    if options.compile == "cpu":
         flags = f"--xla_force_host_platform_device_count={options.devices} {NOT_TO_RUN}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         os.environ["JAX_PLATFORMS"] = "cpu"
+    elif options.compile:
+        check_toolchain(options.compile)
+        os.environ |= ABSENT
     found = sizes(options)
     if options.compile:
         found["compiled"] = compiled(options, found)

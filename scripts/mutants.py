@@ -55,6 +55,8 @@ NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "node_modules"
 PYTEST = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
 # Plugins that are imported already; what they assert is not at issue.
 PYTEST += ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+# Slow tests as well, where a mutant names them.
+PYTEST += ("-m", "slow or not slow")
 PASSED, FAILED, NOTHING_RAN = 0, 1, 5
 """Exit codes of pytest."""
 

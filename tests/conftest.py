@@ -72,6 +72,23 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs of the default tests are compiled in haste: compiling is most of what they take.
+
+    LLVM changes no arithmetic, and what XLA makes of a program is the same. Slow tests, which
+    compute more, run what users run.
+    """
+    flag = "xla_backend_optimization_level"
+    if config.option.markexpr != "slow" and flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}=0".strip()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take a minute come first: at the end they would keep one process busy alone."""
+    items.sort(key=lambda item: item.path.name != "test_sharded.py")
+
+
 # The same examples in every run, so that the suite fails for the change at hand or not at all;
 # `pytest --hypothesis-profile=default` draws new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

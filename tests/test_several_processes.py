@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import jax
+import numpy as np
 import pytest
+
+from kvjax.models.weights import load_params, save_orbax
 
 REPOSITORY = Path(__file__).parent.parent
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -26,7 +30,7 @@ index, count, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sy
 together = join(f"127.0.0.1:{port}", count, index, 120) if count > 1 else None
 import jax
 from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams, load_model
-from kvjax.engine.parallel import split_of
+from kvjax.engine.split import split_of
 
 devices = jax.device_count()
 config = EngineConfig(
@@ -115,6 +119,84 @@ def test_same_tokens_and_same_kvs_as_in_one_process(tiny_folder, running):
         assert others == [one[:3]] * (count - 1)
 
 
+CHECKPOINTS = """
+import json, sys
+from pathlib import Path
+from kvjax.engine.processes import join
+
+index, count, port, folder, root = *map(int, sys.argv[1:3]), *sys.argv[3:]
+together = join(f"127.0.0.1:{port}", count, index, 120)
+import jax
+import numpy as np
+from flax import nnx
+from kvjax.errors import UserError
+from kvjax.models.decoder import logical_axes
+from kvjax.models.parallel import Dealing, Split
+from kvjax.models.weights import checkpoint_hash, load_params, save_orbax
+from tests.sharded.heads import dealt, mesh_of
+
+config, whole = load_params(folder, stacked=False)
+layers, heads, root = config.num_layers, config.num_kv_heads, Path(root)
+
+def split_on(shards, replicas, seed):
+    places = -(-heads // shards) + 1
+    number = dealt(np.random.default_rng(seed), layers, heads, shards, places)
+    return Split(Dealing(number, heads, shards, replicas), mesh_of(shards * replicas))
+
+def same(found, wanted):
+    found, wanted = map(jax.tree.leaves, (found, wanted))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        for part, own in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            np.testing.assert_array_equal(part.data, own.data)
+
+devices = jax.device_count()
+first, other = split_on(devices, 1, 1), split_on(devices, 1, 2)
+shared = split_on(devices // 2, 2, 3)
+params = load_params(folder, stacked=False, shardings=first)[1]
+there = save_orbax(root / "several", config, params, dealing=first.dealing)
+for split in (first, other, shared):
+    for stacked in (False, True):
+        want = load_params(folder, stacked=stacked, shardings=split)[1]
+        for path in (there, root / "one"):
+            same(load_params(path, stacked=stacked, shardings=split)[1], want)
+stacked = load_params(folder, shardings=shared)[1]
+save_orbax(root / "shared", config, stacked, dealing=shared.dealing)
+said = []
+try:
+    save_orbax(root / "shared", config, stacked, dealing=shared.dealing)
+except UserError as error:
+    said.append(str(error))
+told = {checkpoint_hash(path, config, "float32") for path in (folder, there, root / "one")}
+print(json.dumps([said, len(told)]))
+together.close()
+"""
+
+
+@pytest.mark.slow
+def test_each_process_stores_and_reads_its_part_of_a_checkpoint(tiny_folder, running, tmp_path):
+    """And what several have stored one reads, and the other way round."""
+    config, whole = load_params(tiny_folder)
+    save_orbax(tmp_path / "one", config, whole)
+    port = str(free_port())
+    given = [port, str(tiny_folder), str(tmp_path)]
+    here = [started(["-c", CHECKPOINTS, str(n), "2", *given], devices=2) for n in range(2)]
+    running += here
+    for one in here:
+        out, err = one.communicate(timeout=600)
+        assert one.returncode == 0, err
+        (said,), hashes = json.loads(out.splitlines()[-1])
+        assert said.startswith(f"{tmp_path / 'shared'} exists already")
+        assert hashes == 1
+    for name in ("several", "shared"):
+        _, found = load_params(tmp_path / name)
+        jax.tree.map(np.testing.assert_array_equal, found, whole)
+        # Each process has written a part.
+        parts = [(tmp_path / name).glob(f"**/ocdbt.process_{n}/d/*") for n in range(2)]
+        assert all(sum(file.stat().st_size for file in part) > 20_000 for part in parts)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "several", "shared"]
+
+
 DECISIONS = """
 import hashlib, json, sys
 from kvjax.engine.processes import join
@@ -160,11 +242,12 @@ def decisions(running: list, rounds: int, count: int) -> list:
 
 
 @pytest.mark.slow
-def test_all_decide_the_same_in_ten_thousand_rounds(running):
-    first, second = decisions(running, 10_000, 2)
-    assert second == first
+@pytest.mark.parametrize(("count", "rounds"), [(2, 10_000), (4, 2_000)])
+def test_all_decide_the_same_in_thousands_of_rounds(running, count, rounds):
+    first, *others = decisions(running, rounds, count)
+    assert others == [first] * (count - 1)
     size, _, kinds, ends = first
-    assert size > 20_000
+    assert size > 2 * rounds
     assert {"Begin", "Chunk", "Insert", "Compress", "Decode", "Preempt", "Remove"} <= set(kinds)
     assert {"length", "stop", "abort", "deadline", "error"} <= set(ends)
 
@@ -175,9 +258,11 @@ SERVE += ["--prefill-chunk", "128", "--prefill-scratch", "256", "--num-processes
 SERVE += ["--block-size", "4"]
 
 
-def servers(running: list, folder: Path, *options: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+def servers(
+    running: list, folder: Path, *options: tuple[str, ...], port: int | None = None
+) -> list[subprocess.Popen[str]]:
     """Process 0 and 1 of a server, each with options of its own."""
-    where = ["--weights", str(folder), "--coordinator", f"127.0.0.1:{free_port()}"]
+    where = ["--weights", str(folder), "--coordinator", f"127.0.0.1:{port or free_port()}"]
     here = [
         started([*SERVE, *where, "--process-id", str(index), *options[index]]) for index in (0, 1)
     ]
@@ -202,10 +287,11 @@ BODY = {"prompt": "a" * 60, "max_tokens": 12, "ignore_eos": True, "temperature":
 
 @pytest.mark.slow
 def test_a_server_of_two_processes(tiny_folder, running):
-    """It answers, ends with its followers, and a process that dies ends it."""
-    texts = []
-    for way in ("asked", "second killed", "first killed"):
-        first, second = servers(running, tiny_folder, ("--warm-up", "0"), ())
+    """It answers, ends with its followers, a process that dies ends it, and whoever starts it again
+    in the same place has it back."""
+    texts, port = [], free_port()
+    for way in ("second killed", "first killed", "asked"):
+        first, second = servers(running, tiny_folder, ("--warm-up", "0"), (), port=port)
         url, said = url_of(first)
         with httpx.Client(base_url=url, trust_env=False, timeout=600) as client:
             answer = client.post("/v1/completions", json=BODY).json()

@@ -9,7 +9,8 @@ import pytest
 
 FOLDER = Path(__file__).parent / "sharded"
 DEVICES = 8
-ALL_SLOW, PARTLY_SLOW = {"test_smollm2"}, {"test_engine", "test_budget"}
+ALL_SLOW = {"test_smollm2"}
+PARTLY_SLOW = {"test_engine", "test_budget", "test_passes", "test_calibration", "test_weights"}
 FILES = {path.stem for path in FOLDER.glob("test_*.py")}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(ALL_SLOW | PARTLY_SLOW)]
 

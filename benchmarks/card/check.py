@@ -52,6 +52,7 @@ def groups(small: bool) -> tuple[Group, ...]:
         Part("peaks", lambda machine, _: machine.peaks(), seconds=15),
         *map(ring_part, rings[:1] if small else rings),
         far_part(),
+        exact_part(),
         *map(family_part, families[: 1 if small else None]),
         *other_parts(small),
     ]
@@ -71,11 +72,13 @@ def attend(machine: Machine, shape: spec.Shape) -> tuple[Callable[..., Any], Any
 
         from kvjax.kernels.paged_attention import mosaic_gpu
 
-        def interpreted(*call, metric=None, **statistic):
-            c = mosaic_gpu.config(shape, scale=scale, keep_logits=metric is not None, cores=1)
+        def interpreted(*call, metric=None, exact=None, **statistic):
+            options = {"keep_logits": metric is not None, "exact": exact is not None, "cores": 1}
+            c = mosaic_gpu.config(shape, scale=scale, **options)
             c = dataclasses.replace(c, stages=2, programs=1)
+            statistic |= {"metric": metric, "exact": exact}
             return mosaic_gpu.paged_attention(
-                *call, c=c, metric=metric, interpret=plgpu.InterpretGPUParams(), **statistic
+                *call, c=c, interpret=plgpu.InterpretGPUParams(), **statistic
             )
 
         sizes = mosaic_gpu.config(shape, scale=scale, keep_logits=True, cores=1)
@@ -90,9 +93,11 @@ def attend(machine: Machine, shape: spec.Shape) -> tuple[Callable[..., Any], Any
     return checks.public, mosaic_gpu.config(shape, scale=scale, keep_logits=True, cores=where.cores)
 
 
-def chosen(machine: Machine, *call: Any) -> str:
+def chosen(machine: Machine, *call: Any, **options: Any) -> str:
     """The implementation that runs."""
-    return "mosaic_gpu, interpreted" if machine.interpreted else explain(paged_attention, *call)
+    if machine.interpreted:
+        return "mosaic_gpu, interpreted"
+    return explain(paged_attention, *call, **options)
 
 
 def abstract(tree: Any) -> Any:
@@ -133,6 +138,27 @@ def family_part(family: str) -> Part:
         )
 
     return Part(f"right: {family}", run, programs)
+
+
+def exact_part() -> Part:
+    """A pool of codes with the newest KVs of each head exact beside it, against the reference."""
+
+    def problem(machine: Machine):
+        return checks.exact_problem(70 if machine.interpreted else 3000)
+
+    def programs(machine: Machine) -> dict[str, Program]:
+        call, _, *rest = abstract(problem(machine))
+        run, _ = attend(machine, shape_of_call(call))
+        return {"ours": Program(functools.partial(checks.beside_exact, run), (call, *rest))}
+
+    def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
+        call, rows, metric, observed, exact = problem(machine)
+        got = compiled["ours"](call, metric, observed, exact)
+        found = checks.errors_of(got, checks.exactly(rows, metric, observed, exact))
+        said = chosen(machine, *call, exact=exact)
+        return verdict(found, checks.LIMITS["bfloat16"], chosen=said)
+
+    return Part("right: int4 beside exact KVs", run, programs)
 
 
 def other_parts(small: bool) -> Iterator[Part]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -12,8 +13,8 @@ from benchmarks.card.attention import EXPECTED, VARIANTS, attention_part, shares
 from benchmarks.card.parts import NO_TUNING, Group, Machine, Part, Program
 from benchmarks.card.peaks import hashed
 from benchmarks.kernels.cases import Case, decode_cases, dense_cache
-from kvjax.cache import allocate, get_method, init_cache
-from kvjax.cache.store import KVPool
+from kvjax.cache import allocate, as_codec, get_method, init_cache
+from kvjax.cache.store import KVPool, KVWindow
 from kvjax.cli.throughput.limits import loop_seconds, median_seconds
 from kvjax.engine.decode import decode, init_slots
 from kvjax.models import stacks_layers
@@ -40,6 +41,7 @@ def groups(small: bool) -> tuple[Group, ...]:
     sizes = (2,) if small else (64, 256, 32, 128)
     methods = ("full", "kv-compress-continual")
     steps = [step_part(size, method) for size in sizes for method in methods]
+    steps.append(step_part(sizes[0], methods[0], stored="int4w16"))
     large = (
         step_part(256, methods[1], pool_bytes=70 * 10**9),
         step_part(64, methods[1], model="llama3.1-70b", layers=16),
@@ -68,6 +70,8 @@ class Step:
     held: int
     method: str
     pool_bytes: int | None
+    stored: str | None
+    """Codec of the pool; None for the model's dtype."""
 
     @property
     def dtype(self) -> Any:
@@ -86,6 +90,7 @@ class Step:
         """A cache in which every head holds `held` KVs, all unlike."""
         per_head = -(-(self.held + self.steps) // 16)
         blocks = math.prod(self.heads) * per_head
+        codec = as_codec(self.stored, self.dtype)
         if self.pool_bytes is not None:
             block = 16 * (2 * self.model.head_dim * jnp.dtype(self.dtype).itemsize + 8)
             blocks = self.pool_bytes // block
@@ -97,12 +102,29 @@ class Step:
             num_blocks=blocks,
             max_blocks_per_head=per_head,
             block_size=16,
-            dtype=self.dtype,
+            codec=codec,
         )
         cache, _ = allocate(cache, jnp.full(self.heads, self.held, jnp.int32))
-        pool = (blocks, 16, self.model.head_dim)
-        kv = KVPool(hashed(pool, self.dtype, 1), hashed(pool, self.dtype, 2), cache.kv.codec)
-        return dataclasses.replace(cache, kv=kv, seq_len=cache.seq_len + self.held)
+        salts = itertools.count(1)
+
+        def filled(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jnp.integer):
+                return hashed(x.shape, x.dtype, next(salts))
+            return (70 * jnp.abs(hashed(x.shape, jnp.float32, next(salts)))).astype(x.dtype)
+
+        stored_k, stored_v = jax.tree.map(filled, (cache.kv.stored_k, cache.kv.stored_v))
+        window = cache.window
+        if window is not None:
+            newest = self.held - 1 - jnp.arange(window.size, dtype=jnp.int32)
+            held = jnp.broadcast_to(newest, window.index.shape)
+            k, v = filled(window.rows_k), filled(window.rows_v)
+            window = KVWindow(rows_k=k, rows_v=v, position=held, index=held)
+        return dataclasses.replace(
+            cache,
+            kv=KVPool(stored_k, stored_v, cache.kv.codec),
+            window=window,
+            seq_len=cache.seq_len + self.held,
+        )
 
     def state(self) -> Any:
         """All sequences run, and none ends."""
@@ -133,17 +155,18 @@ def step_part(
     pool_bytes: int | None = None,
     model: str = "llama3.1-8b",
     layers: int | None = None,
+    stored: str | None = None,
 ) -> Part:
     """The engine's decode loop for so many sequences."""
     pool = f", pool of {pool_bytes // 10**9} GB" if pool_bytes else ""
     some = f", {layers} layers" if layers else ""
-    name = f"step: {model}{some}, {seqs} × {HELD}{pool}, {method}"
+    name = f"step: {model}{some}, {seqs} × {HELD}{pool}, {method}{f', {stored}' if stored else ''}"
 
     def sized(machine: Machine) -> Step:
         entry = get_model_entry("smollm2-135m" if machine.small else model).config
         few = 2 if machine.small else layers
         config = entry if few is None else dataclasses.replace(entry, num_layers=few)
-        return Step(config, seqs, 64 if machine.small else HELD, method, pool_bytes)
+        return Step(config, seqs, 64 if machine.small else HELD, method, pool_bytes, stored)
 
     def programs(machine: Machine) -> dict[str, Program]:
         step = sized(machine)

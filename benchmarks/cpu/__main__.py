@@ -1,8 +1,9 @@
 """What the engine costs on a CPU, as ratios against a peer or a bound measured in the same run.
 
-Decode and prefill of SmolLM2-135M's shapes in float32 against Hugging Face transformers on the
-same cores, the share of a prompt's prefill that compression takes, by method too, how metrics and
-eviction grow with the prompt, and the bytes that the cache holds afterwards.
+Decode and prefill of SmolLM2-135M's shapes in float32, and with int8 weights, against Hugging Face
+transformers on the same cores, the share of a prompt's prefill that compression takes, by method
+too, how metrics and eviction grow with the prompt, one layer's attention over a prompt with and
+without the sums of all queries, and the bytes that the cache holds afterwards.
 
     python -m benchmarks.cpu --peer-python ~/torch/bin/python --json bench.json
     python -m benchmarks.cpu --only compression scaling
@@ -48,10 +49,15 @@ from kvjax.engine import LLM, EngineConfig, SamplingParams, pool_tokens_for
 from kvjax.engine.compilation import enable_compilation_cache
 from kvjax.errors import UserError
 from kvjax.eval.sizes import cache_spec
-from kvjax.kernels import window_metrics
+from kvjax.kernels import (
+    prefill_attention,
+    prefill_attention_with_log_sum,
+    prefill_attention_with_received,
+    window_metrics,
+)
 from kvjax.models import load_model
 
-SECTIONS = ("peer", "compression", "methods", "calibrated", "scaling")
+SECTIONS = ("peer", "compression", "methods", "calibrated", "scaling", "attention")
 METHODS = (
     "full",
     "random",
@@ -138,7 +144,12 @@ def measure_ours(model: Any, length: int, repeats: int, progress: Progress) -> d
 def compare_with_peer(options: argparse.Namespace, model: Any, progress: Progress) -> dict:
     """Ours and transformers' speed at `--length` tokens of context."""
     ours = measure_ours(model, options.length, options.repeats, progress)
-    result: dict[str, Any] = {"length": options.length, "kvjax_tokens_per_second": ours}
+    few = load_model("smollm2-135m", dummy_weights=True, weight_dtype="int8")
+    result: dict[str, Any] = {
+        "length": options.length,
+        "kvjax_tokens_per_second": ours,
+        "with_int8_weights": measure_ours(few, options.length, options.repeats, progress),
+    }
     result["batch_8_over_batch_1"] = ours["decode_8"] / ours["decode_1"]
     if options.peer_python is None:
         print("no --peer-python: transformers is left out", file=sys.stderr)
@@ -156,6 +167,9 @@ def compare_with_peer(options: argparse.Namespace, model: Any, progress: Progres
     result["peer"] = peer
     for name in ("prefill", "decode_1"):
         result[f"{name}_over_peer"] = ours[name] / peer[name]
+        result[f"{name}_with_int8_weights_over_peer"] = (
+            result["with_int8_weights"][name] / peer[name]
+        )
     return result
 
 
@@ -324,11 +338,55 @@ def measure_scaling(model: Any, repeats: int, progress: Progress) -> list[dict]:
     return rows
 
 
+def measure_attention(model: Any, length: int, repeats: int, progress: Progress) -> dict:
+    """Median milliseconds of one layer's attention over a prompt, alone and with what keys receive
+    of all queries: told by the attention, and in a pass of its own; all in turns, three times as
+    often as the rest here."""
+    config, rng = model.config, np.random.default_rng(0)
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    shapes = ((length, number, config.head_dim) for number in heads)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    weight, at = jnp.ones(length), jnp.arange(length, dtype=jnp.int32)
+
+    def told(power: int, excluded: int) -> Callable[..., Any]:
+        return lambda q, k, v: prefill_attention_with_received(
+            q, k, v, query_weight=weight, power=power, excluded_distance=excluded
+        )[::2]
+
+    def another_pass(q: Any, k: Any, v: Any) -> Any:
+        out, log_sum = prefill_attention_with_log_sum(q, k, v)
+        return out, window_metrics(q, k, query_position=at, power=1, log_sum=log_sum)
+
+    variants = {
+        "alone": prefill_attention,
+        "sums": told(1, 0),
+        "squares_10_apart": told(2, 10),
+        "sums_in_another_pass": another_pass,
+    }
+    compiled = {}
+    for name, function in variants.items():
+        progress(f"attention, {name}")
+        compiled[name] = jax.jit(function).lower(*arrays).compile()
+    wall: dict[str, list[float]] = {name: [] for name in variants}
+    processor: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(3 * repeats):
+        for name, run in compiled.items():
+            start, used = time.perf_counter(), time.process_time()
+            jax.block_until_ready(run(*arrays))
+            processor[name].append(time.process_time() - used)
+            wall[name].append(time.perf_counter() - start)
+    return {
+        "length": length,
+        "milliseconds": {name: 1e3 * float(np.median(x)) for name, x in wall.items()},
+        "processor_milliseconds": {name: 1e3 * min(x) for name, x in processor.items()},
+    }
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--length", type=int, default=2048, help="context of the peer comparison")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of peer and attention")
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="also write the JSON object to a file")
@@ -360,6 +418,8 @@ def main(arguments: list[str] | None = None) -> int:
         result["calibrated"] = measure_calibrated(options.rate, options.repeats, progress)
     if "scaling" in options.only:
         result["scaling"] = measure_scaling(model, options.repeats, progress)
+    if "attention" in options.only:
+        result["attention"] = measure_attention(model, options.length, options.repeats, progress)
     progress.clear()
     print(json.dumps(result, indent=2))
     line = json.dumps(result)

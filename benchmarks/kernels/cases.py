@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Plain, as_codec
+from kvjax.kernels import ExactKVs
 from kvjax.kernels.paged_attention import spec
 
 CODES = {
@@ -40,6 +41,24 @@ def coded(shape: spec.Shape, metric: bool = True) -> tuple:
     return (q, *pools, table, lengths, of)[: 5 + metric]
 
 
+EXACT = (
+    "int8 int8 b=16 d=128",
+    "int8 int8 b=64 d=64",
+    "int4 int4 b=16 d=128",
+    "e4m3 e4m3 b=16 d=128",
+)
+"""Of these, those that are also compiled with exact KVs beside the pool."""
+
+
+def exact_of(shape: spec.Shape) -> ExactKVs:
+    """`WINDOW` exact KVs of each head, without data."""
+    heads = (shape.seqs, shape.heads, WINDOW)
+    rows = jax.ShapeDtypeStruct((*heads, shape.head_dim), jnp.dtype(shape.dtype))
+    return ExactKVs(rows, rows, jax.ShapeDtypeStruct(heads, jnp.int32))  # type: ignore[arg-type]
+
+
+WINDOW = 16
+"""Exact KVs of a head."""
 CACHE_BYTES = 1 << 28
 """Timed calls walk over at least so much data, several times the L2 of the largest GPU."""
 

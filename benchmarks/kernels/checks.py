@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from benchmarks.kernels import cases
+from kvjax.cache import as_codec
 from kvjax.kernels import (
+    ExactKVs,
     Prefix,
     append_and_attend,
     explain,
@@ -34,6 +37,7 @@ def checks(small: bool) -> Iterator[Check]:
     families = [f for f, shape in spec.FAMILIES.items() if shape.blocks < 1 << 20]
     for family in families[: 2 if small else None]:
         yield decode_check(family, spec.FAMILIES[family], longest=40 if small else 3000)
+    yield exact_check(longest=40 if small else 3000)
     for d in (64,) if small else (64, 80, 128):
         for with_prefix in (False, True):
             yield prefill_check(100 if small else 1500, d, with_prefix)
@@ -74,6 +78,32 @@ def decode_problem(shape: spec.Shape, longest: int) -> tuple[tuple, jax.Array, j
     return call, metric, jnp.arange(len(lengths)) % 2 == 0
 
 
+def exact_problem(longest: int) -> tuple[tuple, tuple, Array, Array, ExactKVs]:
+    """`decode_problem` with a pool of codes, the newest KVs of each head exact beside it: the call,
+    the same with the rows that these codes stand for in float32, and the rest of it."""
+    shape = cases.CODES["int4 int4 b=16 d=128"]
+    (q, *pools, table, lengths), metric, observed = decode_problem(shape, longest)
+    coded, decoded = [], []
+    for form, pool in zip(shape.forms, pools, strict=True):
+        codec, written = as_codec(form, shape.dtype), ~jnp.isnan(pool[..., :1])
+        stored = codec.encode(jnp.where(written, pool, 0))
+        poisoned = jnp.where(written[..., 0], stored["scale"], jnp.nan)
+        coded.append(codec.operand({**stored, "scale": poisoned.astype(stored["scale"].dtype)}))
+        rows = as_codec(form, "float32").decode(stored)
+        decoded.append(jnp.where(written, rows, jnp.nan))
+    index = lengths[..., None] - 1 - jnp.arange(cases.WINDOW, dtype=jnp.int32)
+    rng, size = np.random.default_rng(1), (2, *index.shape, shape.head_dim)
+    k, v = jnp.asarray(rng.standard_normal(size), shape.dtype)
+    exact = ExactKVs(k, v, jnp.maximum(index, -1))
+    heads = (table, lengths)
+    return (q, *coded, *heads), (q, *decoded, *heads), metric, observed, exact
+
+
+def beside_exact(attend: Callable, call: tuple, metric: Array, observed: Array, exact: ExactKVs):
+    """`all_statistics` with exact KVs beside the pool."""
+    return all_statistics(functools.partial(attend, exact=exact), call, metric, observed)
+
+
 PARTS = ("out", "out without metric", "metric", "metric of power 1, observed")
 """What `all_statistics` gives."""
 
@@ -88,18 +118,18 @@ def all_statistics(attend: Callable, call: tuple, metric: Array, observed: Array
     return out, attend(*call)[0], squares - metric, first - metric
 
 
-def exactly(call: tuple, metric: Array, observed: Array) -> tuple:
-    """The same by the reference in float32."""
+def exactly(call: tuple, metric: Array, observed: Array, exact: ExactKVs | None = None) -> tuple:
+    """The same by the reference in float32, also with exact KVs beside the pool."""
     wide = (*(x.astype(jnp.float32) for x in call[:3]), *call[3:])
     attend = functools.partial(reference.paged_attention, scale=call[0].shape[-1] ** -0.5)
 
-    def run(call, metric, observed):
-        out, squares = attend(*call, metric=metric)
-        _, first = attend(*call, metric=metric, power=1, observed=observed)
+    def run(call, metric, observed, exact):
+        out, squares = attend(*call, metric=metric, exact=exact)
+        _, first = attend(*call, metric=metric, power=1, observed=observed, exact=exact)
         return out, out, squares - metric, first - metric
 
     with jax.default_matmul_precision("highest"):
-        return jax.jit(run)(wide, metric, observed)
+        return jax.jit(run)(wide, metric, observed, exact)
 
 
 def errors_of(got: tuple, exact: tuple) -> dict[str, float]:
@@ -132,6 +162,15 @@ def decode_check(family: str, shape: spec.Shape, longest: int) -> Check:
     errors = errors_of(got, exactly(call, metric, observed))
     chosen = explain(paged_attention, *call)
     return f"decode {family}", chosen, errors, LIMITS[shape.dtype]
+
+
+def exact_check(longest: int) -> Check:
+    """The kernel that is chosen here for codes with exact KVs beside them."""
+    call, rows, metric, observed, exact = exact_problem(longest)
+    got = jax.jit(functools.partial(beside_exact, public))(call, metric, observed, exact)
+    errors = errors_of(got, exactly(rows, metric, observed, exact))
+    chosen = explain(paged_attention, *call, exact=exact)
+    return "decode int4 beside exact KVs", chosen, errors, LIMITS["bfloat16"]
 
 
 def prefill_check(tokens: int, d: int, with_prefix: bool) -> Check:

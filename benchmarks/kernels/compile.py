@@ -58,7 +58,8 @@ device_description_str: "NVIDIA H200"
 """
 """What XLA would read off an H200."""
 
-TPU_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+TPU_SHAPES = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8"}
+"""Of topologies with so many devices; a single one is one of four."""
 TPU_BLOCKS = 1 << 20
 """Pools of more blocks do not fit a TPU's memory."""
 LARGE_POOL = "steps kv-compress-continual, pool of 75 GB"
@@ -67,6 +68,15 @@ PLUGINS = {
     "v5e": ("libtpu", "tpu"),
     "v6e": ("libtpu", "tpu"),
 }
+ABSENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+"""Variables by which compilers of accelerators do without them."""
 NOT_TO_RUN = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_gpu_autotune_level=0"
@@ -108,6 +118,12 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     def decode(q, k, v, table, lengths, metric):
         return paged_attention(q, k, v, table, lengths, metric=metric, return_metric=True)
 
+    def with_exact(q, k, v, table, lengths, exact, metric=None):
+        return paged_attention(
+            q, k, v, table, lengths,
+            exact=exact, metric=metric, return_metric=metric is not None,
+        )  # fmt: skip
+
     def first_power(q, k, v, table, lengths, metric, observed):
         return paged_attention(
             q, k, v, table, lengths,
@@ -122,6 +138,13 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     for name, shape in cases.CODES.items():
         if only in f"decode {name}":
             yield f"decode {name}", decode, cases.coded(shape), (5,)
+    for name in cases.EXACT:
+        *call, metric = cases.coded(cases.CODES[name])
+        beside = (*call, cases.exact_of(cases.CODES[name]))
+        if only in f"exact KVs beside {name}":
+            yield f"exact KVs beside {name}", with_exact, (*beside, metric), (6,)
+    if only in f"exact KVs beside {name}, without metric":
+        yield f"exact KVs beside {name}, without metric", with_exact, beside, ()
     plain = spec.FAMILIES["llama-3.1-8b"]
     if only in "decode without metric":
         yield "decode without metric", paged_attention, plain.arguments(metric=False), ()
@@ -186,13 +209,14 @@ def decode_steps(
     layers: int | None = None,
     pool_bytes: int | None = None,
     slots: int = 16,
+    stored: str | None = None,
 ) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """The engine's decode loop: sequences of up to 1024 KVs per head, in a pool that holds them all
-    or has a given size."""
+    """The engine's decode loop: sequences of up to 1024 KVs per head, in a pool (of a codec, by its
+    name) that holds them all or has a given size."""
     import jax
     import jax.numpy as jnp
 
-    from kvjax.cache import get_method, init_cache
+    from kvjax.cache import as_codec, get_method, init_cache
     from kvjax.engine.decode import decode, init_slots
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
@@ -214,7 +238,7 @@ def decode_steps(
             num_blocks=blocks,
             max_blocks_per_head=blocks_per_head,
             block_size=16,
-            dtype=jnp.bfloat16,
+            codec=as_codec(stored, jnp.bfloat16),
         )
         zeros = jnp.zeros(slots, jnp.int32)
         return cache, init_slots(slots), zeros, zeros[0], zeros[:1]
@@ -295,15 +319,28 @@ def tpu_rows(target: str, call: str, temporaries: int | None, text: str) -> Iter
 
 def absent_device(target: str):
     """A device to compile for that is not there."""
+    return absent_devices(target)[0]
+
+
+def absent_devices(target: str, count: int = 1) -> list:
+    """So many devices to compile for that are not there; of TPUs, at least four.
+
+    Raises:
+        UserError: none of the chip's topologies has as many.
+    """
     from jax.experimental import topologies
 
     if target == "h200":
+        shape = f"1x1x{count}"
         topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="1x1x1", target_config=H200_TARGET, topology="1x1x1"
+            platform="cuda", topology_name=shape, target_config=H200_TARGET, topology=shape
         )
+    elif count in TPU_SHAPES:
+        topology = topologies.get_topology_desc(f"{target}:{TPU_SHAPES[count]}", "tpu")
     else:
-        topology = topologies.get_topology_desc(TPU_TOPOLOGIES[target], "tpu")
-    return topology.devices[0]
+        counts = ", ".join(map(str, TPU_SHAPES))
+        raise UserError(f"{count} devices of {target}: give one of {counts}")
+    return topology.devices
 
 
 def rows(target: str, only: str) -> Iterator[Row]:
@@ -355,14 +392,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=sorted(PLUGINS), required=True)
     parser.add_argument("--only", default="", help="calls whose name contains this")
     options = parser.parse_args(arguments)
-    os.environ |= {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-    }
+    os.environ |= ABSENT
     names = [field.name.replace("_", " ") for field in dataclasses.fields(Row)]
     done: list[Row] = []
     for target in options.target:

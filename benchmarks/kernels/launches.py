@@ -7,6 +7,7 @@ what the third one adds is what a layer launches, and the rest is what a token d
     pip install -e '.[cuda]'           # in an environment of its own: 4 GB
     python -m benchmarks.kernels.launches                # Llama-3.1-8B, with and without statistic
     python -m benchmarks.kernels.launches --seqs 256 --names
+    python -m benchmarks.kernels.launches --kv-dtype int4w16
 
 Kernels, copies and fills count. Of a conditional the branch that launches most counts, and the
 conditional itself apart: each makes the host wait for the device. The last line is one JSON object.
@@ -133,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m benchmarks.kernels.launches", description=__doc__)
     parser.add_argument("--seqs", type=int, default=64, help="sequences (%(default)s)")
     parser.add_argument("--statistic", choices=METHODS, action="append", help="(both)")
+    parser.add_argument("--kv-dtype", help="codec of the pool, as int4w16 (the model's bfloat16)")
     parser.add_argument("--names", action="store_true", help="name what each layer launches")
     options = parser.parse_args(arguments)
     check_whole("--seqs", options.seqs, 1, 1024)
@@ -145,11 +147,12 @@ def main(arguments: list[str] | None = None) -> int:
     device, rows = absent_device("h200"), {}
     print("| statistic | launches per layer | per token beside them | conditionals per token |")
     print("|---|---|---|---|")
+    sizes = {"slots": options.seqs, "stored": options.kv_dtype}
     for statistic in options.statistic or METHODS:
         few, many = (
             loop_launches(
                 compiled(
-                    *decode_steps("h200", METHODS[statistic], layers, slots=options.seqs),
+                    *decode_steps("h200", METHODS[statistic], layers, **sizes),
                     device,
                     compiler_options("gpu"),
                 ).as_text()

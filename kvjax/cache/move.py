@@ -25,15 +25,18 @@ from kvjax.cache.policy.observe import of_layer
 from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.store import (
     KVPool,
+    KVWindow,
     PagedCache,
     agreed,
     blocks_for,
     drop_blocks,
     free_blocks,
+    gathered,
     move_rows,
     running_count,
     unshare,
 )
+from kvjax.cache.store.paged import UNWRITTEN
 
 
 def move_plan(
@@ -84,7 +87,7 @@ def move_cache(
     b, n, method = cache.block_size, cache.num_blocks, schedule.method
 
     def move_batch(pools, batch):
-        kv, numbers = pools
+        kv, numbers, window = pools
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         table, context_len, seq_len = rows
@@ -96,7 +99,10 @@ def move_cache(
         if method.merger is not None:
             held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
             goes, stays = evicted & held, held & ~evicted
-            kv = _merged(method.merger, artefacts, kv, table, layer, found, goes, stays, seq_len)
+            kv, window = _merged(
+                method.merger, artefacts, kv, window, table, slot, layer, found, goes, stays,
+                seq_len,
+            )  # fmt: skip
         source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
@@ -108,15 +114,19 @@ def move_cache(
         source, target = slot_of(source), slot_of(target)
         moves = (source, target, count.reshape(-1))
         kv = kv.move(*moves)
-        return (kv, jax.tree.map(lambda pool: move_rows(pool, *moves), numbers)), None
+        return (kv, jax.tree.map(lambda pool: move_rows(pool, *moves), numbers), window), None
 
     # Gathered keys and values are d times the size of a metric: keep them far below the pool.
     step = min(max_kvs_per_step, n * b // 32)
     batches = row_batches(cache, schedule.slots, step)
     numbers = (cache.metric, cache.position, cache.state)
-    (kv, (metric, position, state)), _ = jax.lax.scan(move_batch, (cache.kv, numbers), batches)
-    cache = dataclasses.replace(cache, kv=kv, metric=metric, position=position, state=state)
-    return _free_tails(cache, schedule)
+    carry = (cache.kv, numbers, cache.window)
+    (kv, (metric, position, state), window), _ = jax.lax.scan(move_batch, carry, batches)
+    cache = dataclasses.replace(
+        cache, kv=kv, metric=metric, position=position, state=state, window=window
+    )
+    cache = _free_tails(cache, schedule)
+    return cache if window is None else _found_again(cache, batches)
 
 
 def _unshared(
@@ -164,15 +174,21 @@ def _merged(
     merger: Merger,
     artefacts: Artefacts,
     kv: KVPool,
+    window: KVWindow | None,
     table: Int32[Array, "R H M"],
+    slot: Int32[Array, " R"],
     layer: Int32[Array, " R"],
     found: RowScores,
     goes: Bool[Array, "R H T"],
     stays: Bool[Array, "R H T"],
     seq_len: Int32[Array, "R H"],
-) -> KVPool:
-    """The pool with what goes from some (slot, layer) pairs folded into what stays there."""
-    k, v = kv.read(table)
+) -> tuple[KVPool, KVWindow | None]:
+    """The pool with what goes from some (slot, layer) pairs folded into what stays there, and so
+    the window."""
+    rows = (*goes.shape, -1)
+    k, v = (x.reshape(rows) for x in kv.read(table))
+    if window is not None:
+        k, v = window.over(slot, layer, k, v)
 
     def fold(row):
         layer, k, v, position, score, goes, stays, seq_len = row
@@ -180,10 +196,28 @@ def _merged(
         return merger.fold(k, v, position, score, goes, stays, seq_len, own)
 
     k_rows, v_rows = jax.lax.map(fold, (
-        layer, k.reshape(*goes.shape, -1), v.reshape(*goes.shape, -1),
-        found.position, found.scores, goes, stays, seq_len[:, 0],
+        layer, k, v, found.position, found.scores, goes, stays, seq_len[:, 0],
     ))  # fmt: skip
-    return kv.rewrite(table, k_rows.reshape(k.shape), v_rows.reshape(v.shape))
+    if window is not None:
+        window = window.changed(slot, layer, k_rows, v_rows)
+    blocks = (*table.shape, kv.shape[1], -1)
+    return kv.rewrite(table, k_rows.reshape(blocks), v_rows.reshape(blocks)), window
+
+
+def _found_again(
+    cache: PagedCache, batches: tuple[Int32[Array, "B R"], Int32[Array, "B R"], Int32[Array, "B R"]]
+) -> PagedCache:
+    """The cache with the window's rows where the KVs of some (slot, layer) pairs are now."""
+
+    def found(window, batch):
+        slot, layer, _ = batch
+        table, context_len, _ = head_rows(cache, slot, layer)
+        position = gathered(cache.position, table, UNWRITTEN).reshape(*context_len.shape, -1)
+        held = jnp.arange(position.shape[-1], dtype=jnp.int32) < context_len[..., None]
+        return window.found_again(slot, layer, jnp.where(held, position, UNWRITTEN)), None
+
+    window, _ = jax.lax.scan(found, cache.window, batches)
+    return dataclasses.replace(cache, window=window)
 
 
 def _free_tails(cache: PagedCache, schedule: EvictionSchedule) -> PagedCache:

@@ -12,6 +12,7 @@ it was.
     kvjax calibrate --weights ./Qwen3-8B --import ./KVzap-mlp-Qwen3-8B    # a published one
     kvjax calibrate --heads         # which heads look things up, for razor-attention and compresskv
     kvjax calibrate --loads         # what heads keep, by which --tensor-parallel deals them
+    kvjax calibrate --weights ./Llama-3.1-70B-Instruct --tensor-parallel 8
 """
 
 import argparse
@@ -19,7 +20,12 @@ import sys
 import time
 from pathlib import Path
 
-from kvjax.cli.models import add_model_options, check_model_options, load_chosen_model
+from kvjax.cli.models import (
+    add_devices_option,
+    add_model_options,
+    check_model_options,
+    load_chosen_model,
+)
 from kvjax.cli.progress import Progress, TimeLeft, spell
 from kvjax.errors import UserError
 
@@ -59,6 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=160,
         help="contexts that the choice is trained on, 0 for none (default: %(default)s)",
     )
+    add_devices_option(how)
     how.add_argument("--out", type=Path, help="file (MODEL.safetensors)")
     how.add_argument("--plot", type=Path, help="picture of the fit by layer")
 

@@ -250,7 +250,7 @@ def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "blocks_before": stats.blocks_before,
         "blocks_after": stats.blocks_after,
         "bytes_before": stats.blocks_before * cache.spec.plain.block_bytes,
-        "bytes_after": stats.blocks_after * block,
+        "bytes_after": stats.blocks_after * block + cache.spec.window_bytes,
         "achieved_rate": kvs_before / kvs_after,
         "pool_bytes": cache.num_blocks * block,
         "peak_blocks": int(found["kvjax_blocks_peak"]),

@@ -12,6 +12,7 @@ appended to a JSONL file, and a run that was stopped goes on where it was. A Mar
     kvjax evaluate --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
         --data ./data --tasks needle,ruler,longbench --length 4096,16384 --rows 20 --out llama.jsonl
     kvjax evaluate --paper kv-compress-1 --data ./data --weights ./Llama-3.1-8B-Instruct
+    kvjax evaluate --weights ./Llama-3.1-70B-Instruct --tensor-parallel 8 --data ./data
     kvjax plot results.jsonl                    # pictures of it
 
 --paper runs what a table of a paper has of LongBench or RULER, at its settings, and puts its
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.models import (
     add_calibration_option,
+    add_devices_option,
     add_model_options,
     check_cache_dtypes,
     check_model_options,
@@ -111,6 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--floor", type=int, default=0, help="tokens that every rate keeps at least (%(default)s)"
     )
+    add_devices_option(cache)
     cache.add_argument(
         "--batch", type=int, help="variants side by side (as memory allows; 16 on a CPU)"
     )
@@ -130,6 +133,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # What can be refused without a model is refused before one is loaded.
+    from kvjax.cache.methods import get_method
+    from kvjax.engine.parallel import check_method
     from kvjax.eval.run import variants_of
     from kvjax.eval.sizes import EvaluatorConfig
 
@@ -137,8 +142,11 @@ def run(options: argparse.Namespace) -> int:
     fill_in(options, QUICK if options.quick else USUAL)
     stored = split_list("kv-dtype", options.cache_dtypes) if options.cache_dtypes else []
     check_cache_dtypes(stored)
-    methods, rates = choose_methods(options.methods), rates_of(options.rates)
+    check_model_options(options)
+    methods, rates = _methods(options), rates_of(options.rates)
     variants = variants_of(methods, rates, stored) if paper is None else paper.variants
+    for name in dict.fromkeys(variant.method for variant in variants):
+        check_method(get_method(name), options.tensor_parallel)
     protocols = choose_protocols(options.protocols)
     check_rows(options)
     config = EvaluatorConfig(
@@ -151,10 +159,23 @@ def run(options: argparse.Namespace) -> int:
         answers=not options.no_answers,
         free_tokens=options.free_tokens,
     )
-    check_model_options(options)
     table = table_beside(options)
     with Progress() as progress:
         return evaluate(options, config, variants, protocols, table, progress, paper)
+
+
+def _methods(options: argparse.Namespace) -> list[str]:
+    """Names of the methods asked for; of those that --quick and all stand for, the ones that can
+    run on so many devices."""
+    from kvjax.cache.methods import get_method
+
+    names = choose_methods(options.methods)
+    if options.tensor_parallel == 1 or options.methods not in ("all", QUICK["methods"]):
+        return names
+    alone = [name for name in names if get_method(name).across_heads]
+    if alone:
+        print(f"left out, as they need a single device: {', '.join(alone)}", file=sys.stderr)
+    return [name for name in names if name not in alone]
 
 
 def evaluate(

@@ -65,7 +65,7 @@ def add_weight_dtype_option(parser: argparse.ArgumentParser | argparse._Argument
 def add_devices_option(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, of_processes: bool = False
 ) -> None:
-    """Add the option that says how many devices the model runs on.
+    """Add the options that say how many devices the model runs on.
 
     Args:
         parser: a parser or a group of one.
@@ -77,7 +77,7 @@ def add_devices_option(
         type=int,
         default=None if of_processes else 1,
         metavar="N",
-        help=f"devices that share the model and its cache, by KV heads ({usual})",
+        help=f"devices that share the model and its KVs, by KV heads ({usual})",
     )
     parser.add_argument(
         "--kv-replicas",
@@ -96,7 +96,8 @@ def add_cache_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentG
         metavar="TYPE",
         help="what keys and values are stored in: float32, bfloat16, float16, e4m3, e5m2, int8, "
         "int5, int4, int3.6, int2, or k8v4, k5v4, k5v3.6, keys and values of so many bits; "
-        "affine4, affine2, mustafar50, mustafar70 (that of the weights)",
+        "affine4, affine2, mustafar50, mustafar70; all but the first three with w16, say, behind "
+        "them: the newest 16 of every head as they are, too (that of the weights)",
     )
 
 
@@ -204,10 +205,14 @@ def check_model_options(options: argparse.Namespace) -> None:
     """Refuse, before anything slow, what `add_model_options` reads and no model has.
 
     Raises:
-        UserError: there is no model of that name, or the context length is no length.
+        UserError: there is no model of that name, the context length is no length, or a number of
+            devices is none.
     """
     if options.context_length is not None:
         check_whole("--context-length", options.context_length, 1)
+    for name in ("tensor_parallel", "kv_replicas"):
+        if (value := getattr(options, name, None)) is not None:
+            check_whole(name, value, 1)
     if options.model is not None:
         from kvjax.models.config import get_model_entry
 
@@ -230,7 +235,8 @@ def load_chosen_model(
     split = None
     devices = getattr(options, "tensor_parallel", None) or 1
     if (devices, replicas := getattr(options, "kv_replicas", 1)) != (1, 1):
-        from kvjax.engine.parallel import check_there, split_of
+        from kvjax.engine.parallel import check_there
+        from kvjax.engine.split import split_of
 
         # Before anything slow.
         check_there(devices)

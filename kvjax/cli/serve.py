@@ -46,9 +46,9 @@ USUAL_RATE = 8.0
 KEY_VARIABLE = "KVJAX_API_KEY"
 COMPARED = (
     "model", "dummy_weights", "dtype", "weight_dtype", "context_length", "rate",
-    "max_cache_tokens", "method", "methods", "cache_dtype", "floor", "compress_every",
-    "share_prefix", "retained_prefixes", "max_batch", "max_len", "block_size", "prefill_chunk",
-    "prefill_scratch", "decode_steps_per_sync", "pool_tokens", "memory_fraction",
+    "max_cache_tokens", "budget_bytes", "method", "methods", "cache_dtype", "floor",
+    "compress_every", "share_prefix", "retained_prefixes", "max_batch", "max_len", "block_size",
+    "prefill_chunk", "prefill_scratch", "decode_steps_per_sync", "pool_tokens", "memory_fraction",
     "tensor_parallel", "kv_replicas",
 )  # fmt: skip
 """Options that all processes of a server have to be given alike: the others are the first one's, or

@@ -144,14 +144,17 @@ def decode_step(
     )
 
     def attend(carry, layer, q, k, v, hidden):
-        kv, planes = carry
+        kv, planes, window = carry
         table, lengths, work = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False),
             (tables, lengths_of, works),
         )
+        if window is not None:
+            window = window.write_newest(layer, lengths, k[:, 0], v[:, 0])
         call = functools.partial(
-            kv.append_and_attend, q[:, 0], k[:, 0], v[:, 0], table, lengths, work=work
-        )
+            kv.append_and_attend, q[:, 0], k[:, 0], v[:, 0], table, lengths, work=work,
+            exact=None if window is None else window.of_layer(layer),
+        )  # fmt: skip
         step = StepView(
             layer, k[:, 0], v[:, 0], hidden[:, 0], position, table, lengths, touched,
             group=config.group_size,
@@ -173,13 +176,15 @@ def decode_step(
             planes = rule.after(planes, step, of_layer(rule.artefacts, artefacts or {}, layer))
         # Attention takes as long for all queries of a head as for a replica's share: it reads the
         # same KVs, and all replicas have to measure the same.
-        return (kv, planes), own_share(config, out[:, None].astype(q.dtype)), None
+        return (kv, planes, window), own_share(config, out[:, None].astype(q.dtype)), None
 
     positions = position[:, None]
-    carry = (cache.kv, {"metric": cache.metric, **cache.state})
-    hidden, (kv, planes), _ = forward(config, params, tokens[:, None], positions, attend, carry)
+    carry = (cache.kv, {"metric": cache.metric, **cache.state}, cache.window)
+    hidden, (kv, planes, window), _ = forward(
+        config, params, tokens[:, None], positions, attend, carry
+    )
     metric, state = planes["metric"], {name: planes[name] for name in cache.state}
-    cache = dataclasses.replace(cache, kv=kv, metric=metric, state=state)
+    cache = dataclasses.replace(cache, kv=kv, metric=metric, state=state, window=window)
     return cache, logits(config, params, hidden[:, 0]), ok
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.kernels import prefill_attention_with_log_sum
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
+from kvjax.models.parallel import own_share
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -49,7 +50,7 @@ def dense_pass(
 
     def attend(carry, layer, q, k, v, hidden):
         out, log_sum = prefill_attention_with_log_sum(q[0], k[0], v[0])
-        return carry, out[None], (q[0], k[0], v[0], log_sum, hidden[0])
+        return carry, own_share(config, out)[None], (q[0], k[0], v[0], log_sum, hidden[0])
 
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     last, _, seen = forward(config, params, tokens[None], positions[None], attend, ())

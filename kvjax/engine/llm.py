@@ -26,12 +26,13 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.needs import needs_of, sharing
-from kvjax.engine.parallel import Parallel, check_there, split_of
+from kvjax.engine.parallel import Parallel, check_there
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
+from kvjax.engine.split import split_of
 from kvjax.engine.stream import OutputStream, refused
 from kvjax.engine.tell import tell_of_codes, tell_rate
 from kvjax.engine.worker import Worker

@@ -31,7 +31,7 @@ class MemoryPlan:
     pool: int
     """Keys, values, 8 bytes of metadata and the planes of methods per KV."""
     tables: int
-    """Block tables, context lengths and slot states."""
+    """Block tables, context lengths, windows of exact KVs and slot states."""
     scratch: int
     """A prompt of `prefill_scratch` tokens with its metrics, and one more chunk."""
     workspace: int
@@ -91,7 +91,8 @@ def plan_memory(
         least: bytes that every process may take of a device, from those that this one may.
 
     Raises:
-        UserError: it does not fit, with the numbers; no codec stores that dtype.
+        UserError: it does not fit, with the numbers; no codec stores that dtype; its window is
+            longer than any sequence.
     """
     devices = 1 if dealing is None else dealing.devices
     weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
@@ -120,6 +121,11 @@ def plan_sizes(
     weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(params))
     dtype = activation_dtype(params)
     codec = as_codec(cache_dtype, dtype)
+    if codec.window > max_len:
+        raise UserError(
+            f"cache_dtype {codec.name}: no sequence is longer than max_len {max_len}; give a "
+            "window of as many KVs at most"
+        )
     whole = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
     spec, devices, heads, mlp = whole, 1, whole.heads, shape.intermediate_size
     shards = 1 if dealing is None else dealing.shards

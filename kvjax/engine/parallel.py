@@ -7,8 +7,7 @@ a cache that says which heads it has (`kvjax.cache.store.HeadShard`).
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,19 +17,18 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache import PagedCache, init_cache
-from kvjax.cache.calibration import HEAD_LOAD, Calibration
+from kvjax.cache.calibration import HEAD_LOAD
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy import Method, Observer, Scores
 from kvjax.cache.store import HeadShard
 from kvjax.checks import check_whole
-from kvjax.engine.calibrate import shelf
 from kvjax.engine.compilation import StepName
 from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport
 from kvjax.engine.prefill import PromptKV, empty_prompt
+from kvjax.engine.repeat import repeat_artefacts
 from kvjax.engine.steps import FUNCTIONS, StepFunction
 from kvjax.errors import UserError
-from kvjax.models import DUMMY, LoadedModel
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import is_stacked, logical_axes
 from kvjax.models.parallel import (
@@ -48,42 +46,50 @@ AXIS = "heads"
 """The mesh axis of shards: what has different KV heads."""
 AXES = AXIS, "replicas"
 """All axes of the mesh: the second is of devices that have the same KV heads."""
+SAME = PartitionSpec()
+"""How an array lies that every device has."""
 _REMEMBERED = 64
 """Arguments that are told to devices once: which sequences decode changes less often than not."""
-_SAME, _BY_BLOCK = PartitionSpec(), PartitionSpec(AXIS)
-_BY_HEAD = PartitionSpec(None, AXIS)
+_BY_BLOCK, _BY_HEAD = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 _PROMPT = PromptKV(
     k=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
     v=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
     scores=Scores(_BY_HEAD, _BY_HEAD, _BY_HEAD, _BY_HEAD),  # type: ignore[arg-type]
-    length=_SAME,  # type: ignore[arg-type]
+    length=SAME,  # type: ignore[arg-type]
 )
 
 
 class Parallel:
     """The devices of an engine, and what of a model and its cache lies on which."""
 
-    def __init__(self, model: ModelConfig, dealing: Dealing, methods: Iterable[Method] = ()):
+    def __init__(
+        self,
+        model: ModelConfig,
+        dealing: Dealing,
+        methods: Iterable[Method] = (),
+        devices: Sequence[Any] | None = None,
+    ):
         """Take the first devices of the process.
 
         Args:
             model: the whole model.
             dealing: which of its heads lie where.
             methods: further ones whose calibrated arrays may be by head.
+            devices: others, which need not be there to compile for them.
 
         Raises:
             UserError: there are not as many devices.
         """
-        _check_devices(model, dealing.devices, dealing.replicas)
+        if devices is None:
+            _check_devices(model, dealing.devices, dealing.replicas)
         self.model, self.dealing = model, dealing
-        self.mesh = _mesh(dealing)
+        self.mesh = mesh_of(dealing, devices)
         self.local = ModelShard.of(model, dealing, AXES)
         """What each device has of the model."""
         self._head_axes = {}
         for method in (*METHODS.values(), *methods):
             self._head_axes |= method.head_axes
         self._prompt_makers: dict[Any, Callable[[], PromptKV]] = {}
-        self._number = put_whole(dealing.number, NamedSharding(self.mesh, _BY_HEAD))
         self._gathered = jax.jit(_as_is, out_shardings=self.everywhere)
         # To put what the host has costs it as much as a call, and once for each device.
         self.numbers = functools.lru_cache(_REMEMBERED)(self._numbers)
@@ -129,7 +135,7 @@ class Parallel:
             return None
         for method in methods:
             check_method(method, devices)
-        return cls(model, dealing or _dealing(model, devices, load, replicas), methods)
+        return cls(model, dealing or dealing_of(model, devices, load, replicas), methods)
 
     # What lies on the devices
 
@@ -152,7 +158,7 @@ class Parallel:
 
     def _spec_of(self, name: str) -> PartitionSpec:
         at = self._head_axes.get(name)
-        return _SAME if at is None else PartitionSpec(*(None,) * at.axis, AXIS)
+        return SAME if at is None else PartitionSpec(*(None,) * at.axis, AXIS)
 
     def same(self, tree: Any) -> Any:
         """Arrays that every device has."""
@@ -174,30 +180,31 @@ class Parallel:
     @property
     def everywhere(self) -> NamedSharding:
         """How an array lies that every device has."""
-        return NamedSharding(self.mesh, _SAME)
+        return NamedSharding(self.mesh, SAME)
 
     def new_cache(self, num_blocks: int, **sizes: Any) -> PagedCache:
         """An empty cache of so many blocks on each device; sizes as of `init_cache`."""
-        return self._cache_maker(num_blocks, sizes)(self._number)
+        number = put_whole(self.dealing.number, NamedSharding(self.mesh, _BY_HEAD))
+        return self._cache_maker(num_blocks, sizes)(number)
 
     def shape_of_cache(self, num_blocks: int, **sizes: Any) -> Any:
         """The same as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
-        return self._cache_maker(num_blocks, sizes).eval_shape(self._number)
+        return self._cache_maker(num_blocks, sizes).eval_shape(self.dealing.number)
 
     def _cache_maker(self, num_blocks: int, sizes: Mapping[str, Any]) -> Any:
         def local(number: jax.Array) -> PagedCache:
             shard = HeadShard(number, AXIS, self.dealing.heads)
             return init_cache(num_blocks=num_blocks, shard=shard, **sizes)
 
-        made = self._mapped(local, (_BY_HEAD,), self._cache_spec)
-        return jax.jit(made, out_shardings=self._lying(self._cache_spec))
+        made = self.mapped(local, (_BY_HEAD,), self.cache_spec)
+        return jax.jit(made, out_shardings=self.lying(self.cache_spec))
 
     def prompt_maker(self, observer: Observer, room: int, dtype: Any) -> Callable[[], PromptKV]:
         """What makes an empty scratch for a prompt, as `empty_prompt` does: jitted."""
         key = observer, room, dtype
         if key not in self._prompt_makers:
             make = functools.partial(empty_prompt, self.local, *key)
-            made = jax.jit(self._mapped(make, (), _PROMPT), out_shardings=self._lying(_PROMPT))
+            made = jax.jit(self.mapped(make, (), _PROMPT), out_shardings=self.lying(_PROMPT))
             self._prompt_makers[key] = made
         return self._prompt_makers[key]
 
@@ -205,12 +212,21 @@ class Parallel:
 
     def steps(self, params: nnx.State) -> dict[StepName, Callable[..., Any]]:
         """Every step jitted, for parameters that lie as these."""
+        specs = self._params_spec(params)
+        return {name: self._step(name, function, specs) for name, function in FUNCTIONS.items()}
+
+    def _params_spec(self, params: nnx.State) -> Any:
         axes = logical_axes(self.model, is_stacked(params))
         flat = cast(list[tuple[tuple[str | int, ...], Any]], nnx.to_flat_state(params))
-        specs = nnx.from_flat_state(
+        return nnx.from_flat_state(
             [(path, leaf.replace(spec_of(axes[path], AXES))) for path, leaf in flat]
         )
-        return {name: self._step(name, function, specs) for name, function in FUNCTIONS.items()}
+
+    def repeat_artefacts(self, params: nnx.State) -> dict[str, jax.Array]:
+        """`kvjax.engine.repeat.repeat_artefacts`, by head."""
+        specs = (self._params_spec(params),)
+        made = self.mapped(functools.partial(repeat_artefacts, self.local), specs, _BY_HEAD)
+        return jax.jit(made, out_shardings=self.lying(_BY_HEAD))(params)
 
     def _step(self, name: StepName, function: StepFunction, params: Any) -> Callable[..., Any]:
         count = function.num_static
@@ -227,17 +243,18 @@ class Parallel:
             specs = tuple(self._input(arg, params) for arg in given)
             if name == "kept":
                 specs = (_BY_BLOCK, _BY_HEAD)
-            return self._mapped(local, specs, out_specs)(*given)
+            return self.mapped(local, specs, out_specs)(*given)
 
         step.__name__ = name.replace(" ", "_")
         # So that the shapes of what one step gives say how it lies, for what is compiled after it.
-        return function.jitted(step, out_shardings=self._lying(out_specs))
+        return function.jitted(step, out_shardings=self.lying(out_specs))
 
-    def _lying(self, specs: Any) -> Any:
+    def lying(self, specs: Any) -> Any:
         """Partition specs, on these devices."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
-    def _mapped(self, call: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def mapped(self, call: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """A function of arrays as each device runs it, on what lies there; to be jitted."""
         return jax.shard_map(
             call, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
@@ -246,33 +263,35 @@ class Parallel:
         """How an argument of a step lies on the devices."""
         match arg:
             case PagedCache():
-                return self._cache_spec
+                return self.cache_spec
             case PromptKV():
                 return _PROMPT
             case nnx.State():
                 return params
             case dict():
                 return {name: self._spec_of(name) for name in arg}
-        return _SAME
+        return SAME
 
     @property
-    def _cache_spec(self) -> Any:
+    def cache_spec(self) -> Any:
+        """How a cache lies."""
         return PagedCache(
             kv=_BY_BLOCK,  # type: ignore[arg-type]
             metric=_BY_BLOCK,  # type: ignore[arg-type]
             position=_BY_BLOCK,  # type: ignore[arg-type]
             block_table=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
             context_len=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
-            seq_len=_SAME,  # type: ignore[arg-type]
+            seq_len=SAME,  # type: ignore[arg-type]
             free=_BY_BLOCK,  # type: ignore[arg-type]
             state=_BY_BLOCK,  # type: ignore[arg-type]
             shared=_BY_BLOCK,  # type: ignore[arg-type]
             shard=HeadShard(_BY_HEAD, AXIS, self.dealing.heads),  # type: ignore[arg-type]
+            window=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
         )
 
     @property
     def _cache_and(self) -> Any:
-        return self._cache_spec, _SAME
+        return self.cache_spec, SAME
 
     @property
     def _outputs(self) -> dict[StepName, tuple[Callable[..., Any], Any]]:
@@ -280,53 +299,27 @@ class Parallel:
 
         Steps that are not named here return a cache and what is the same on all devices.
         """
-        cache = self._cache_spec
+        cache = self.cache_spec
         started = dataclasses.replace(_of_fields(InsertReport), kept=_BY_HEAD, free=_BY_BLOCK)  # type: ignore[type-var]
         return {
-            "prefill": (_as_is, (_PROMPT, _SAME)),
-            "prefill in scratch": (_as_is, (_PROMPT, _SAME)),
-            "prefill in pool": (_as_is, (cache, _SAME, _SAME)),
+            "prefill": (_as_is, (_PROMPT, SAME)),
+            "prefill in scratch": (_as_is, (_PROMPT, SAME)),
+            "prefill in pool": (_as_is, (cache, SAME, SAME)),
             "repeat": (_as_is, _BY_HEAD),
-            "start": (lambda out: (out[0], _started(out[1])), (_SAME, started)),
-            "place": (_placed, (cache, _SAME, _SAME, _SAME)),
-            "decode": (lambda out: (*out[:2], _decoded(out[2])), (cache, _SAME, _SAME)),
+            "start": (lambda out: (out[0], _started(out[1])), (SAME, started)),
+            "place": (_placed, (cache, SAME, SAME, SAME)),
+            "decode": (lambda out: (*out[:2], _decoded(out[2])), (cache, SAME, SAME)),
             "compress": (lambda out: (out[0], out[1][:, None]), (cache, _BY_HEAD)),
             "kept": (_as_is, _BY_HEAD),
         }
 
 
-def split_of(
-    devices: int,
-    calibration: Calibration | str | os.PathLike[str] | None = shelf.AUTO,
-    replicas: int = 1,
-) -> Callable[[LoadedModel], Split | None]:
-    """How a model's weights are to lie on so many devices, for `load_model` to deal as it reads.
+def dealing_of(model: ModelConfig, devices: int, load: np.ndarray | None, replicas: int) -> Dealing:
+    """How a model's heads are dealt to so many devices: by a load, or evenly.
 
-    Heads are dealt by the load of the model's calibration, if it is there, and each to so many
-    replicas.
-
-    Raises `UserError` where the devices are no multiple of the replicas. What is returned raises it
-    as `Parallel.of` does, or where there is no such file.
+    Raises:
+        UserError: as of `Parallel.of`, or the load is not of the model's heads.
     """
-    check_replicas(devices, replicas)
-
-    def lies(model: LoadedModel) -> Split | None:
-        if devices == 1:
-            return None
-        if model.source == DUMMY:
-            found = None  # none is of random weights
-        elif calibration == shelf.AUTO:
-            found = shelf.find(model)
-        else:
-            found = shelf.load(calibration, model)
-        load = None if found is None else found.arrays.get(HEAD_LOAD)
-        dealing = _dealing(model.config, devices, load, replicas)
-        return Split(dealing, _mesh(dealing))
-
-    return lies
-
-
-def _dealing(model: ModelConfig, devices: int, load: np.ndarray | None, replicas: int) -> Dealing:
     _check_devices(model, devices, replicas)
     shape, shards = (model.num_layers, model.num_kv_heads), devices // replicas
     if load is None:
@@ -339,9 +332,12 @@ def _dealing(model: ModelConfig, devices: int, load: np.ndarray | None, replicas
     return Dealing.by_load(np.asarray(load, np.float64), shards, replicas)
 
 
-def _mesh(dealing: Dealing) -> Mesh:
-    shape, devices = (dealing.shards, dealing.replicas), jax.devices()[: dealing.devices]
-    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 2, devices=devices)
+def mesh_of(dealing: Dealing, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a dealing: of the first devices of the process, or of these."""
+    shape, devices = (dealing.shards, dealing.replicas), devices or jax.devices()
+    return jax.make_mesh(
+        shape, AXES, (AxisType.Auto,) * 2, devices=tuple(devices[: dealing.devices])
+    )
 
 
 def _is_here(x: Any) -> bool:
@@ -402,7 +398,7 @@ def check_method(method: Method, devices: int) -> None:
 
 def _of_fields(kind: type) -> Any:
     """A dataclass whose every field says that it is the same on all devices."""
-    return kind(**{field.name: _SAME for field in dataclasses.fields(kind)})
+    return kind(**{field.name: SAME for field in dataclasses.fields(kind)})
 
 
 def _as_is(out: Any) -> Any:

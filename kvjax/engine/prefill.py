@@ -18,7 +18,12 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache import PagedCache, write_prompt
 from kvjax.cache.policy import LayerView, Observer, Scores
 from kvjax.cache.store import unshare
-from kvjax.kernels import Prefix, prefill_attention, prefill_attention_with_log_sum
+from kvjax.kernels import (
+    Prefix,
+    prefill_attention,
+    prefill_attention_with_log_sum,
+    prefill_attention_with_received,
+)
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype, forward, logits
 from kvjax.models.parallel import own_share
@@ -86,6 +91,8 @@ class _InPool:
         rows = (cache.num_kv_heads, self.size, -1)
         length = cache.context_len[self.slot, layer]
         k, v = (pool[page].reshape(rows) for pool in cache.kv.operands)
+        if cache.window is not None:
+            k, v = cache.window.over(self.slot, layer, k, v)
         return Prefix(k, v, length)
 
     def position(self, layer: Int32[Array, ""]) -> Int32[Array, "H P"]:
@@ -284,12 +291,24 @@ def _run(
 
         def attend_and_score():
             prefix = None if before is None else before.prefix(layer)
-            if observer.needs_log_sum:
+            view = LayerView(layer, q, k, length, start, v=v, hidden=hidden[0])
+            observation = observer.observation
+            if observation is not None and prefix is None:
+                out, log_sum, received = prefill_attention_with_received(
+                    q, k, v,
+                    query_weight=observation.query_weight(length, num_tokens),
+                    power=observation.power,
+                    excluded_distance=observation.excluded_distance,
+                )  # fmt: skip
+                out = own_share(config, out)
+                told = {"log_sum": log_sum, "received": received, "observation": observation}
+                view = dataclasses.replace(view, **told)
+            elif observer.needs_log_sum:
                 out, log_sum = prefill_attention_with_log_sum(q, k, v, prefix=prefix)
                 out = own_share(config, out)
+                view = dataclasses.replace(view, log_sum=log_sum)
             else:
-                out, log_sum = prefill_attention(own, k, v, prefix=prefix), None
-            view = LayerView(layer, q, k, length, start, log_sum=log_sum, v=v, hidden=hidden[0])
+                out = prefill_attention(own, k, v, prefix=prefix)
             if prefix is not None:
                 assert before is not None
                 view = _behind(view, prefix, before.position(layer))

@@ -20,6 +20,7 @@ from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import is_stacked
 from kvjax.models.family import scale_of
+from kvjax.models.parallel import whole_groups
 from kvjax.models.tokenizer import Tokenizer
 
 REQUEST = "Repeat the previous context exactly."
@@ -104,7 +105,10 @@ def scorer_behind(scorer: Any, request: Sequence[int]) -> Repeated:
 
 
 def repeat_artefacts(config: ModelConfig, params: nnx.State) -> dict[str, Array]:
-    """The arrays that `Repeated` reads beside the parameters, where it weighs attention."""
+    """The arrays that `Repeated` reads beside the parameters, where it weighs attention.
+
+    On several devices a pass of its own: each has those of all query heads of its KV heads.
+    """
     layers: Any = params["layers"]
 
     def whole(layer: Any) -> Array:
@@ -115,4 +119,6 @@ def repeat_artefacts(config: ModelConfig, params: nnx.State) -> dict[str, Array]
         out = whole(layers)
     else:
         out = jnp.stack([whole(layers[i]) for i in range(config.num_layers)])
-    return {OUTPUT_GRAM: output_grams(out)}
+    grams = output_grams(out)
+    shares = grams.reshape(*out.shape[:3], -1)
+    return {OUTPUT_GRAM: whole_groups(config, shares).reshape(len(out), -1, *grams.shape[2:])}

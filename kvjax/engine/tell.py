@@ -56,6 +56,8 @@ def tell_of_codes(cache: PagedCache, group: int) -> None:
     )
     shape = (table.shape[0], table.shape[1] * group, keys.shape[2])
     q = jax.ShapeDtypeStruct(shape, keys.dtype)
-    chosen = explain(paged_attention, q, keys, values, table, lengths)
+    window = cache.window
+    exact = None if window is None else jax.eval_shape(window.of_layer, 0)
+    chosen = explain(paged_attention, q, keys, values, table, lengths, exact=exact)
     if chosen.startswith("xla"):
         log.warning("keys and values in %s: decode attention is %s", cache.spec.codec.name, chosen)

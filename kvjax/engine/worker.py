@@ -284,7 +284,11 @@ class Worker:
     def repeat_call(self, job: PromptJob, prompt: Any) -> StepCall:
         scorer = repeat.scorer_behind(job.request.method.scorer, self.repeat_request)
         if scorer.artefacts and not self._repeat_artefacts:
-            self._repeat_artefacts.update(repeat.repeat_artefacts(self.model, self.params))
+            if self.parallel is None:
+                found = repeat.repeat_artefacts(self.model, self.params)
+            else:
+                found = self.parallel.repeat_artefacts(self.params)
+            self._repeat_artefacts.update(found)
         artefacts = self._repeat_artefacts if scorer.artefacts else {}
         part, bucket = job.repetitions[0], self.bucket(map(len, job.repetitions))
         tokens = np.zeros(bucket, np.int32)

@@ -19,15 +19,14 @@ import numpy as np
 from kvjax.cache import (
     CacheSpec,
     Method,
-    free_blocks,
     get_method,
-    init_cache,
     release,
     write_prompt,
-    write_survivors,
 )
-from kvjax.engine.decode import decode, init_slots
+from kvjax.engine.decode import init_slots
 from kvjax.engine.dense import dense_pass
+from kvjax.engine.parallel import SAME
+from kvjax.engine.spread import DENSE, Spread, by_heads
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval import passes, told
@@ -52,10 +51,13 @@ class Evaluator:
         artefacts: Mapping[str, jax.Array] | None = None,
     ):
         self.model, self.config = model, config
-        self.artefacts = {**(artefacts or {}), **rope_artefacts(model.config)}
+        self.spread = Spread(model)
+        self.artefacts = self.spread.artefacts(
+            {**(artefacts or {}), **rope_artefacts(model.config)}
+        )
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
         self.spec = cache_spec(model, config.block_size)
-        self.repetition = Repetition(model)
+        self.repetition = Repetition(model, self.spread)
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
@@ -74,22 +76,32 @@ class Evaluator:
             row = dataclasses.replace(row, max_new_tokens=most)
         return tokenise(row, self.model.tokenizer, self.limit, self.config.max_target)
 
-    def _run(self, key: Any, fn: Callable, *args, donate: tuple[int, ...] = ()) -> Any:
-        """Call `fn` as compiled for these shapes; compiling counts apart from every other time."""
+    def _run(
+        self, key: Any, fn: Callable, *args, out: Any = SAME, donate: tuple[int, ...] = ()
+    ) -> Any:
+        """Call `fn` as compiled for these shapes; compiling counts apart from every other time.
+
+        On several devices what it returns lies as `out` says.
+        """
         leaves, tree = jax.tree.flatten(args)
         shapes = tree, *((np.shape(x), str(jnp.result_type(x))) for x in leaves)
         if (key, shapes) not in self._compiled:
             start = time.perf_counter()
-            compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
-            self._compiled[key, shapes] = compiled
+            specs = self.spread.specs(args)
+            step = self.spread.jitted(fn, specs, out, donate_argnums=donate)
+            self._compiled[key, shapes] = step.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key, shapes](*args)
 
-    def _timed(self, key: Any, fn: Callable, *args, donate: tuple[int, ...] = ()) -> Any:
+    def _timed(self, key: Any, fn: Callable, *args, **how: Any) -> Any:
         """`_run`, and the seconds it took without compiling."""
         before, start = self.compile_seconds, time.perf_counter()
-        out = jax.block_until_ready(self._run(key, fn, *args, donate=donate))
-        return out, time.perf_counter() - start - (self.compile_seconds - before)
+        found = jax.block_until_ready(self._run(key, fn, *args, **how))
+        return found, time.perf_counter() - start - (self.compile_seconds - before)
+
+    def emptied(self, cache, slots: np.ndarray):
+        """The cache without what the marked slots held."""
+        return self._run("release", release, cache, slots, out=self.spread.cache_spec, donate=(0,))
 
     def evaluate(
         self, row: Row, tokens: TokenRow, jobs: Mapping[str, Sequence[Variant]]
@@ -105,9 +117,11 @@ class Evaluator:
             One dictionary per (protocol, variant), ready for `json.dumps`.
 
         Raises:
-            UserError: a variant does not fit a pool of its own, or needs a calibration.
+            UserError: a variant does not fit a pool of its own, needs a calibration, or cannot run
+                on several devices.
         """
         for name in dict.fromkeys(v.method for variants in jobs.values() for v in variants):
+            self.spread.check_method(get_method(name))
             for array in get_method(name).artefacts:
                 if array not in self.artefacts:
                     raise UserError(
@@ -140,12 +154,10 @@ class Evaluator:
         if self._cache_of is None or self._cache_of[0] != (width, cache_dtype):
             self._cache_of = None
             sequences = max(1, -(-config.num_slots // 3))
-            cache = init_cache(
+            cache = self.spread.new_cache(
+                sequences * int(max(self.spread.shard_heads)) * width,
                 num_slots=config.num_slots,
-                num_layers=spec.num_layers,
-                num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
-                num_blocks=sequences * self.heads * width,
                 max_blocks_per_head=width,
                 block_size=spec.block_size,
                 codec=spec.codec,
@@ -157,11 +169,6 @@ class Evaluator:
     def keep_cache(self, cache, cache_dtype: str | None = None) -> None:
         """Hand an empty cache back for the next prompt."""
         self._cache_of = (cache.max_blocks, cache_dtype), cache
-
-
-def _write_survivors(*args):
-    *args, artefacts = args
-    return write_survivors(*args, artefacts=artefacts)
 
 
 class _RowRun:
@@ -192,9 +199,9 @@ class _RowRun:
         padded[: len(everything)] = everything
         self.everything = everything
         at = np.minimum(self.predicted, len(everything) - 1).astype(np.int32)
-        fn = functools.partial(dense_pass, self.model.config)
+        fn = functools.partial(dense_pass, evaluator.spread.config)
         self.dense, self.prefill_seconds = evaluator._timed(
-            "dense", fn, self.model.params, padded, at
+            "dense", fn, self.model.params, padded, at, out=DENSE
         )
         self.full_top = np.asarray(jnp.argmax(self.dense.logits, axis=-1))
         self.metrics: dict[Any, tuple[Any, float]] = {}
@@ -243,7 +250,9 @@ class _RowRun:
         if observer not in self.metrics:
             fn = functools.partial(passes.observe, observer)
             args = (self.dense, np.int32(cut), self.evaluator.artefacts)
-            self.metrics[observer] = self.evaluator._timed(("observe", observer), fn, *args)
+            self.metrics[observer] = self.evaluator._timed(
+                ("observe", observer), fn, *args, out=by_heads(1)
+            )
         return self.metrics[observer]
 
 
@@ -284,22 +293,22 @@ class _Cut:
         fn = functools.partial(passes.attention_mass, self.room)
         dense = self.run.dense
         args = (dense.q, dense.k, np.int32(self.cut), np.int32(len(self.chunk)))
-        return self.run.evaluator._run(("mass", self.room), fn, *args)
+        return self.run.evaluator._run(("mass", self.room), fn, *args, out=by_heads(1))
 
     def admit(self, cache, pending: list[Variant]):
         """Fill the slots; returns the cache, what is in them, and what is still pending."""
         run, config = self.run, self.run.evaluator.config
-        heads, b = run.evaluator.heads, config.block_size
-        reserve = heads * (-(-self.growth // b) + 1) if self.growth else 0
+        heads, b = run.evaluator.spread.shard_heads, config.block_size
+        reserve = heads * (-(-self.growth // b) + 1) if self.growth else 0 * heads
         batch: list[_Admitted] = []
         while pending and len(batch) < config.num_slots:
             variant = pending[0]
             slot = len(batch)
             cache, admitted = self._admit(cache, slot, variant)
-            enough = admitted is not None and int(free_blocks(cache)) >= reserve * (slot + 1)
+            free = np.asarray(cache.free.count)
+            enough = admitted is not None and (free >= reserve * (slot + 1)).all()
             if not enough:
-                mark = np.arange(config.num_slots) == slot
-                cache = run.evaluator._run("release", release, cache, mark, donate=(0,))
+                cache = run.evaluator.emptied(cache, np.arange(config.num_slots) == slot)
                 if not batch:
                     raise UserError(
                         f"{variant.method} at rate {variant.rate:g} needs more than the pool of "
@@ -317,17 +326,20 @@ class _Cut:
         scores, seconds = run.metric(method, self.cut)
         k, v, cut, at = run.dense.k, run.dense.v, np.int32(self.cut), np.int32(slot)
         keep = kept_blocks(variant, self.cut, evaluator.heads, config)
-        shortfall = 0
+        shortfall, written = 0, evaluator.spread.cache_spec
         if keep == NO_BUDGET or not method.compresses:
             args = (cache, at, k, v, scores.metric, cut)
-            (cache, ok), took = evaluator._timed("write", write_prompt, *args, donate=(0,))
+            (cache, ok), took = evaluator._timed(
+                "write", write_prompt, *args, out=(written, SAME), donate=(0,)
+            )
         else:
             chooses = method.eviction
             args = (cache, at, k, v, scores, cut, np.int32(keep), chooses, evaluator.artefacts)
-            (cache, report, ok), took = evaluator._timed(
-                ("write survivors", chooses.parts), _write_survivors, *args, donate=(0,)
-            )
-            shortfall = int(report.shortfall[0])
+            (cache, short, ok), took = evaluator._timed(
+                ("write survivors", chooses.parts), passes.write_kept, *args,
+                out=(written, SAME, SAME), donate=(0,),
+            )  # fmt: skip
+            shortfall = int(short)
         if not ok:
             return cache, None
         return cache, _Admitted(variant, seconds + took, shortfall)
@@ -337,8 +349,10 @@ class _Cut:
         run, evaluator = self.run, self.run.evaluator
         model, slots = run.model, evaluator.config.num_slots
         count = len(self.chunk)
-        recall, kept = evaluator._run("recall", passes.attention_recall, cache, self.mass)
-        recall, kept = np.asarray(recall), np.asarray(kept)
+        args, out = (cache, self.mass), (SAME, by_heads(2))
+        found = evaluator._run("recall", passes.attention_recall, *args, out=out)
+        recall, kept = evaluator.spread.on_host(found)
+        kept = kept.swapaxes(0, 1)
 
         tokens = np.zeros(self.room, np.int32)
         tokens[:count] = self.chunk
@@ -348,12 +362,11 @@ class _Cut:
         target = np.zeros(len(at), np.int32)
         target[: len(run.scored)] = run.target[run.scored]
         args = (model.params, cache, tokens, np.int32(self.cut), at, target, run.dense.logits)
-        fn = functools.partial(passes.teacher_force, model.config)
-        teacher, seconds = evaluator._timed("teacher", fn, *args)
+        fn = functools.partial(passes.teacher_force, evaluator.spread.config)
+        teacher, seconds = evaluator._timed("teacher", fn, *args, out=passes.TEACHER)
         top = np.where(before, run.full_top, np.asarray(teacher.top))
         cache, answers, decode_seconds = self._answers(cache, batch, teacher, top)
-        mark = np.ones(slots, bool)
-        cache = evaluator._run("release", release, cache, mark, donate=(0,))
+        cache = evaluator.emptied(cache, np.ones(slots, bool))
         nll, kl = np.asarray(teacher.nll), np.asarray(teacher.kl)
         shared = {"score": seconds / len(batch), "decode": decode_seconds / len(batch)}
         results = []
@@ -389,7 +402,7 @@ class _Cut:
             "kvs": int(kept.sum()),
             "blocks": blocks,
             "bytes_full": run.evaluator.spec.full_bytes(self.cut),
-            "bytes": blocks * spec.block_bytes,
+            "bytes": blocks * spec.block_bytes + spec.window_bytes,
             "shortfall": admitted.shortfall,
             "recall": told.rounded(recall.mean()) if len(self.chunk) else None,
             "recall_by_layer": [told.rounded(share) for share in recall]
@@ -423,8 +436,8 @@ class _Cut:
 
     def _again(self, cache, batch: list[_Admitted]):
         """The slots as they were before anything was fed or decoded."""
-        mark = np.ones(self.run.evaluator.config.num_slots, bool)
-        cache = self.run.evaluator._run("release", release, cache, mark, donate=(0,))
+        evaluator = self.run.evaluator
+        cache = evaluator.emptied(cache, np.ones(evaluator.config.num_slots, bool))
         for slot, admitted in enumerate(batch):
             cache, same = self._admit(cache, slot, admitted.variant)
             assert same is not None
@@ -437,7 +450,8 @@ class _Cut:
         active = np.arange(slots) < used
         if fed:
             args = (cache, teacher.k, teacher.v, np.int32(fed), active)
-            cache, ok = evaluator._run("fed", passes.write_fed, *args, donate=(0,))
+            out = evaluator.spread.cache_spec, SAME
+            cache, ok = evaluator._run("fed", passes.write_fed, *args, out=out, donate=(0,))
             assert bool(ok)
         eos = set(run.model.tokenizer.eos_ids)
         answers = [[int(token)] for token in first[:used]]
@@ -451,17 +465,19 @@ class _Cut:
             remaining=jnp.full(slots, most - 1, jnp.int32),
         )
         every, limit = jnp.arange(slots, dtype=jnp.int32), np.int32(STEPS_AT_ONCE)
-        fn = functools.partial(decode, run.model.config, None, STEPS_AT_ONCE, None)
+        fn = functools.partial(passes.decode_some, evaluator.spread.config, STEPS_AT_ONCE)
+        out = evaluator.spread.cache_spec, SAME, SAME, SAME, SAME
         total = 0.0
         while active.any():
             args = (run.model.params, cache, state, every, limit, evaluator._eos_ids)
-            done, seconds = evaluator._timed("decode", fn, *args, donate=(1, 2))
-            cache, state, report = done
-            assert bool(report.ok)
+            (cache, state, tokens, goes_on, ok), seconds = evaluator._timed(
+                "decode", fn, *args, out=out, donate=(1, 2)
+            )
+            assert bool(ok)
             total += seconds
-            for slot, stream in enumerate(np.asarray(report.tokens).T[:used]):
+            for slot, stream in enumerate(np.asarray(tokens).T[:used]):
                 answers[slot] += [int(token) for token in stream if token >= 0]
-            active = np.array(report.active)
+            active = np.array(goes_on)
             for slot in np.flatnonzero(active):
                 active[slot] = not self._stopped(answers[slot])
             state = dataclasses.replace(state, active=jnp.asarray(active))
@@ -486,6 +502,5 @@ def _own_answer(evaluator: Evaluator, row: Row, tokens: TokenRow) -> np.ndarray:
     cache, _, _ = cut.admit(evaluator.empty_cache(room), [Variant("full", 1.0)])
     first = np.full(evaluator.config.num_slots, run.full_top[0])
     cache, said, _ = cut._decode(cache, None, first, 1, 0, most)
-    mark = np.ones(evaluator.config.num_slots, bool)
-    evaluator.keep_cache(evaluator._run("release", release, cache, mark, donate=(0,)))
+    evaluator.keep_cache(evaluator.emptied(cache, np.ones(evaluator.config.num_slots, bool)))
     return np.asarray(said[0][:most], np.int32)

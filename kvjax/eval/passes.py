@@ -16,9 +16,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache import PagedCache, write_prompt
+from kvjax.cache import Method, PagedCache, write_prompt, write_survivors
 from kvjax.cache.policy import LayerView, Observer, Scores
+from kvjax.cache.store import summed
+from kvjax.engine.decode import SlotState, decode
 from kvjax.engine.dense import DensePass
+from kvjax.engine.parallel import SAME
+from kvjax.engine.spread import by_heads
 from kvjax.kernels import (
     Prefix,
     prefill_attention,
@@ -26,6 +30,7 @@ from kvjax.kernels import (
 )
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
+from kvjax.models.parallel import own_share
 
 
 def observe(
@@ -83,12 +88,14 @@ def attention_mass(
 
 def attention_recall(
     cache: PagedCache, mass: Float[Array, "L H T"]
-) -> tuple[Float[Array, "S L"], Int32[Array, "S L H"]]:
+) -> tuple[Float[Array, "S L"], Int32[Array, "L S H"]]:
     """Share of the attention mass that the KVs of each slot carry, by layer; KVs of each head."""
+    if cache.shard is not None:
+        mass = jnp.where(cache.shard.present[..., None], mass, 0)
     b, num_tokens = cache.block_size, mass.shape[-1]
     slot_of = jnp.arange(cache.max_blocks * b)
     layer, head = jnp.arange(cache.num_layers)[:, None, None], jnp.arange(cache.num_kv_heads)
-    total = jnp.sum(mass, axis=(1, 2))
+    total = summed(cache.shard, jnp.sum(mass, axis=(1, 2)))
 
     def one_slot(part):
         table, held = part
@@ -96,10 +103,28 @@ def attention_recall(
         position = cache.position[page].reshape(*held.shape, -1)
         valid = (slot_of < held[..., None]) & (position >= 0) & (position < num_tokens)
         carried = mass[layer, head[None, :, None], jnp.maximum(position, 0) % num_tokens]
-        carried = jnp.sum(jnp.where(valid, carried, 0), axis=(1, 2))
-        return carried / jnp.where(total > 0, total, 1)
+        return jnp.sum(jnp.where(valid, carried, 0), axis=(1, 2))
 
-    return lax.map(one_slot, (cache.block_table, cache.context_len)), cache.context_len
+    carried = summed(cache.shard, lax.map(one_slot, (cache.block_table, cache.context_len)))
+    recall = carried / jnp.where(total > 0, total, 1)
+    return recall, jnp.swapaxes(cache.context_len, 0, 1)
+
+
+def write_kept(
+    cache: PagedCache,
+    slot: Int32[Array, ""],
+    k: Float[Array, "L T H d"],
+    v: Float[Array, "L T H d"],
+    scores: Scores,
+    length: Int32[Array, ""],
+    keep_blocks: Int32[Array, ""],
+    method: Method,
+    artefacts: Mapping[str, Array],
+) -> tuple[PagedCache, Int32[Array, ""], Bool[Array, ""]]:
+    """`write_survivors`; returns the cache, the shortfall, and whether there was room."""
+    args = (cache, slot, k, v, scores, length, keep_blocks, method)
+    cache, report, ok = write_survivors(*args, artefacts=artefacts)
+    return cache, report.shortfall[0], ok
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -116,6 +141,10 @@ class Teacher:
     """KL(full cache ‖ this slot) of the next token's distribution."""
     k: Float[Array, "L S C H d"]
     v: Float[Array, "L S C H d"]
+
+
+TEACHER = Teacher(SAME, SAME, SAME, by_heads(3), by_heads(3))  # type: ignore[arg-type]
+"""How it lies on several devices."""
 
 
 def teacher_force(
@@ -148,12 +177,16 @@ def teacher_force(
         held = lax.dynamic_index_in_dim(cache.context_len, layer, axis=1, keepdims=False)
 
         def one_slot(part):
-            q, k, v, table, held = part
+            q, k, v, table, held, slot = part
             page = jnp.minimum(table, cache.num_blocks - 1)
             held_k, held_v = (pool[page].reshape(rows) for pool in cache.kv.operands)
-            return prefill_attention(q, k, v, prefix=Prefix(held_k, held_v, held))
+            if cache.window is not None:
+                held_k, held_v = cache.window.over(slot, layer, held_k, held_v)
+            own = own_share(config, q)
+            return prefill_attention(own, k, v, prefix=Prefix(held_k, held_v, held))
 
-        out = lax.map(one_slot, (q, k, v, table, held))
+        slots = jnp.arange(num_slots, dtype=jnp.int32)
+        out = lax.map(one_slot, (q, k, v, table, held, slots))
         return carry, out, (k, v)
 
     positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
@@ -176,6 +209,24 @@ def teacher_force(
     # One slot at a time: N × V logits of all slots at once would be gigabytes.
     top, nll, kl = lax.map(predict, hidden)
     return Teacher(top, nll, kl, k, v)
+
+
+def decode_some(
+    config: ModelConfig,
+    num_steps: int,
+    params: nnx.State,
+    cache: PagedCache,
+    state: SlotState,
+    slots: Int32[Array, " G"],
+    limit: Int32[Array, ""],
+    eos_ids: Int32[Array, " E"],
+) -> tuple[PagedCache, SlotState, Int32[Array, "n G"], Bool[Array, " G"], Bool[Array, ""]]:
+    """`decode` by the model alone; returns cache and states, the new tokens, which slots go on,
+    and whether there was room. `config` and `num_steps` are static."""
+    cache, state, report = decode(
+        config, None, num_steps, None, params, cache, state, slots, limit, eos_ids
+    )
+    return cache, state, report.tokens, report.active, report.ok
 
 
 def write_fed(

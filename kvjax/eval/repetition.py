@@ -13,15 +13,25 @@ from kvjax.cache.policy import Scores
 from kvjax.engine import repeat
 from kvjax.engine.dense import DensePass
 from kvjax.engine.prefill import PromptKV
+from kvjax.engine.spread import Spread, by_heads
 from kvjax.eval.sizes import bucket
 from kvjax.models import LoadedModel
+
+
+def _again(config, scorer, params, artefacts, dense, metric, length, tokens, count):
+    """The prompt's metrics with one more of its repetitions; `metric` is None before the first."""
+    if metric is None:
+        num_layers, num_tokens, num_heads, _ = dense.k.shape
+        metric = jnp.zeros((num_layers, num_heads, num_tokens), jnp.float32)
+    held = PromptKV(dense.k, dense.v, Scores(metric), length)
+    return repeat.repeat_again(config, scorer, params, artefacts, held, tokens, count)
 
 
 class Repetition:
     """A model and what its repetitions need, each made when it is first asked for."""
 
-    def __init__(self, model: LoadedModel):
-        self.model = model
+    def __init__(self, model: LoadedModel, spread: Spread):
+        self.model, self.spread = model, spread
 
     @functools.cached_property
     def request(self) -> list[int]:
@@ -31,7 +41,7 @@ class Repetition:
     @functools.cached_property
     def artefacts(self) -> dict[str, jax.Array]:
         """What is read beside the parameters."""
-        return repeat.repeat_artefacts(self.model.config, self.model.params)
+        return self.spread.repeat_artefacts()
 
     def scores(
         self, timed: Callable[..., Any], method: Method, dense: DensePass, prompt: np.ndarray
@@ -39,7 +49,7 @@ class Repetition:
         """The scores of a prompt's KVs, and the seconds that its repetitions took.
 
         Args:
-            timed: `(key, function, *arguments) -> (result, seconds)`, compiles.
+            timed: `(key, function, *arguments, out=…) -> (result, seconds)`, compiles.
             method: a method that repeats.
             dense: keys and values, those of the prompt first.
             prompt: its tokens.
@@ -47,14 +57,13 @@ class Repetition:
         model = self.model
         scorer = repeat.scorer_behind(method.scorer, self.request)
         artefacts = self.artefacts if scorer.artefacts else {}
-        num_layers, num_tokens, num_heads, _ = dense.k.shape
-        scores = Scores(jnp.zeros((num_layers, num_heads, num_tokens), jnp.float32))
-        fn, total = functools.partial(repeat.repeat_again, model.config, scorer), 0.0
+        fn, metric, total = functools.partial(_again, self.spread.config, scorer), None, 0.0
         for part in repeat.repetitions(self.request, prompt):
             padded = np.zeros(bucket(len(part), 128), np.int32)
             padded[: len(part)] = part
-            held = PromptKV(dense.k, dense.v, scores, jnp.int32(len(prompt)))
-            args = (model.params, artefacts, held, padded, np.int32(len(part)))
-            metric, seconds = timed(("repeat", scorer), fn, *args)
-            scores, total = Scores(metric), total + seconds
-        return scores, total
+            sizes = np.int32(len(prompt)), np.int32(len(part))
+            args = (model.params, artefacts, dense, metric, sizes[0], padded, sizes[1])
+            metric, seconds = timed(("repeat", scorer), fn, *args, out=by_heads(1))
+            total += seconds
+        assert metric is not None
+        return Scores(metric), total

@@ -116,11 +116,12 @@ def cache_spec(
 def slots_for(model: LoadedModel, length: int) -> int:
     """Variants of a prompt of so many tokens to run side by side: 16 on a CPU.
 
-    Elsewhere as many as half of the free memory holds a third of the full cache of, 8 to 64.
+    Elsewhere as many as half of a device's free memory holds a third of the full cache of, 8 to 64.
     """
     stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return 16
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    sequence = length * cache_spec(model).token_bytes
+    shards = 1 if model.split is None else model.split.dealing.shards
+    sequence = length * cache_spec(model).token_bytes / shards
     return max(8, min(64, int(free / 2 / (sequence / 3))))

@@ -8,6 +8,7 @@ from kvjax.kernels.choice import explain
 from kvjax.kernels.encoded import Encoded
 from kvjax.kernels.move_kvs import move_kvs
 from kvjax.kernels.paged_attention import (
+    ExactKVs,
     append_and_attend,
     paged_attention,
     plan_paged_attention,
@@ -16,11 +17,13 @@ from kvjax.kernels.prefill_attention import (
     Prefix,
     prefill_attention,
     prefill_attention_with_log_sum,
+    prefill_attention_with_received,
 )
 from kvjax.kernels.window_metrics import hit_intervals, window_metrics
 
 __all__ = [
     "Encoded",
+    "ExactKVs",
     "Prefix",
     "append_and_attend",
     "explain",
@@ -30,5 +33,6 @@ __all__ = [
     "plan_paged_attention",
     "prefill_attention",
     "prefill_attention_with_log_sum",
+    "prefill_attention_with_received",
     "window_metrics",
 ]

@@ -32,8 +32,8 @@ def model_hash(config: ModelConfig, params: nnx.State) -> str:
 
     def sample(name: str, layer: int | None) -> bytes:
         if layer is None:
-            return _sample(plain[name])
-        return _sample(near(name)[layer] if stacked else layers[layer][name])
+            return sample_of(plain[name])
+        return sample_of(near(name)[layer] if stacked else layers[layer][name])
 
     return hash_of_samples(config, plain, layers if stacked else layers[0], sample)
 
@@ -83,7 +83,7 @@ def _near(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return leaf
 
 
-def _sample(leaf: jax.Array | np.ndarray) -> bytes:
+def sample_of(leaf: jax.Array | np.ndarray) -> bytes:
     """Those of a tensor, at `sample_indices`."""
     leaf = _near(leaf)
     rows = leaf.reshape(leaf.shape[0], -1) if leaf.ndim > 1 else leaf[None]

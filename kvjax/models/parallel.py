@@ -226,9 +226,14 @@ class Dealing:
         """[L, H]: where each head lies."""
         return np.argsort(self.number, axis=1, kind="stable")[:, : self.heads]
 
-    def by_head(self, x: np.ndarray) -> np.ndarray:
-        """[L, devices × places, …] by place -> [L, H, …] by head."""
-        return x[np.arange(len(x))[:, None], self.place]
+    def by_head(self, x: np.ndarray, axis: int = 1) -> np.ndarray:
+        """[L, …, shards × places × n, …] by place -> [L, …, H × n, …] by head, with n numbers of
+        each."""
+        shape = x.shape
+        n = shape[axis] // self.number.shape[1]
+        rows = x.reshape(*shape[:axis], -1, n, *shape[axis + 1 :])
+        found = np.stack([row.take(at, axis - 1) for row, at in zip(rows, self.place)])
+        return found.reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
 
 def _exchanged(number: np.ndarray, share: np.ndarray, shards: int) -> np.ndarray:
@@ -296,7 +301,7 @@ def spec_of(names: tuple[str | None, ...], axes: tuple[str, ...]) -> PartitionSp
     return PartitionSpec(*(axes if name in SPLIT_AXES else None for name in names))
 
 
-def deal(x: Array, axis: int, number: np.ndarray) -> Array:
+def deal(x: Array, axis: int, number: np.ndarray | Array) -> Array:
     """An array of all layers [L, …] with its axis of KV heads by place; zeros where none is."""
     take = jax.vmap(lambda one, at: jnp.take(one, at, axis - 1, mode="fill", fill_value=0))
     return take(x, jnp.asarray(number))

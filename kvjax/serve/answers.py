@@ -9,6 +9,7 @@ import numpy as np
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion
 
+from kvjax.cache import CacheSpec
 from kvjax.engine import RequestOutput, TokenLogprobs
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.serve.tools import CallReader, Form, form_of
@@ -33,14 +34,14 @@ def usage_of(prompts: Sequence[Sequence[int]], last: Iterable[RequestOutput]) ->
     ).model_dump(exclude_unset=True)
 
 
-def kept_of(outputs: Iterable[RequestOutput], heads: int, block_bytes: int) -> dict[str, Any]:
+def kept_of(outputs: Iterable[RequestOutput], spec: CacheSpec) -> dict[str, Any]:
     """What the caches of some choices held once their prompts were compressed.
 
     Args:
         outputs: the last of each.
-        heads: layers × KV heads.
-        block_bytes: bytes of one block.
+        spec: what a cache keeps.
     """
+    heads = spec.heads
     begun = [output for output in outputs if output.stats.kept is not None]
     before = sum(heads * len(output.prompt_token_ids) for output in begun)
     after = sum(int(np.sum(output.stats.kept)) for output in begun)  # type: ignore[arg-type]
@@ -50,7 +51,7 @@ def kept_of(outputs: Iterable[RequestOutput], heads: int, block_bytes: int) -> d
         "kvs_after": after,
         "blocks": blocks,
         "blocks_before": sum(output.stats.blocks_before for output in begun),
-        "bytes": blocks * block_bytes,
+        "bytes": blocks * spec.block_bytes + len(begun) * spec.window_bytes,
         "achieved_rate": round(before / after, 4) if after else None,
         "blocks_evicted_decoding": sum(o.stats.blocks_evicted_decoding for o in begun),
         "preemptions": sum(output.stats.preemptions for output in begun),

@@ -49,7 +49,7 @@ async def _gone(receive: Receive) -> None:
 def told(service: Service, running: Running, job: Job) -> dict[str, Any]:
     """What a whole answer says of its caches."""
     plan = service.llm.llm.plan
-    found = kept_of(running.outputs, plan.heads, plan.spec.block_bytes)
+    found = kept_of(running.outputs, plan.spec)
     found["ended_by"] = [output.finish_reason for output in running.outputs]
     if job.detail and running.outputs:
         found["detail"] = detail_of(running.outputs[0], service.tokenizer)
@@ -109,7 +109,7 @@ async def events(
                     continue
                 extra = dict(usage_so_far)
                 if not begun[number] or output.finished:
-                    extra["kvjax"] = kept_of([output], plan.heads, plan.spec.block_bytes)
+                    extra["kvjax"] = kept_of([output], plan.spec)
                 if not begun[number] and (found := detail_of(output, service.tokenizer)):
                     extra["kvjax"]["detail"] = found
                 begun[number] = True

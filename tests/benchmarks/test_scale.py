@@ -1,5 +1,6 @@
 """`python -m benchmarks.scale`: its sums against the arrays that the cache allocates."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.scale import PLANNED, main
+from benchmarks.kernels.compile import absent_devices
+from benchmarks.scale import PLANNED, exchanges, main
 from kvjax.cache import init_cache
 from kvjax.cli import main_of
+from kvjax.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -116,6 +119,7 @@ def test_the_largest_numbers_are_still_arithmetic(scale):
         (("--prompt-len", "x"), "'x'"),
         (("--model", "llama9"), "llama9"),
         (("--weight-dtype", "int4"), "int4"),
+        (("--compile", "gtx"), "gtx"),
     ],
 )
 def test_bad_input_gets_one_line(scale, arguments, says):
@@ -139,6 +143,42 @@ def test_more_devices_than_heads_have_places_that_are_empty(scale):
         assert found["weights"] == pytest.approx(wanted, rel=1e-3)
 
 
+def test_a_compiler_that_is_not_installed(scale, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, _, err = scale("--compile", "v6e")
+    assert code == 2
+    assert "target 'v6e' needs libtpu: pip install" in err
+
+
+def test_tpus_come_in_certain_numbers():
+    with pytest.raises(UserError, match="6 devices of v5e: give one of 1, 4, 8"):
+        absent_devices("v5e", 6)
+
+
+def test_exchanges_are_those_of_the_programs_text():
+    """Whether they are waited for at once or later; what only reads their results is none."""
+    text = """
+    %all-reduce.1 = f32[8,1,64]{2,1,0} all-reduce(%add), to_apply=%sum
+    ROOT %all-reduce.2 = f32[8,1,64]{2,1,0} all-reduce(%other), to_apply=%sum
+    %both = (s32[3]{0:T(128)}, pred[]) all-reduce(%a, %b), to_apply=%sum
+    %ag-start = (bf16[2,4]{1,0}, bf16[2,16]{1,0:T(8,128)(2,1)}) all-gather-start(%x), dimensions={1}
+    %ag-done = bf16[2,16]{1,0} all-gather-done(%ag-start)
+    %fusion = f32[8,1,64]{2,1,0} fusion(%all-reduce.1), calls=%all-reduce-of-one
+    """
+    assert exchanges(text) == {
+        "all-gather bf16[2,4], bf16[2,16]": 1,
+        "all-reduce f32[8,1,64]": 2,
+        "all-reduce s32[3], pred[]": 1,
+    }
+
+
+EXCHANGED = {
+    "decode": ("4,49152", "4,1", {"all-gather s32[17,3]": 1}),
+    "prefill in pool": ("49152", "1,512", {}),
+}
+"""Logits, the residual stream, and what the host is told of each device, as they are exchanged."""
+
+
 @pytest.mark.slow
 def test_what_comes_into_compiled_steps_is_what_was_planned():
     """On three devices that a CPU is made to look like."""
@@ -156,3 +196,11 @@ def test_what_comes_into_compiled_steps_is_what_was_planned():
         pool = sum(size for name, size in found["bytes_per_device"].items() if "pool" in name)
         assert told["in place"] >= pool
         assert told["results"] < 2**20
+        # Those of a layer, in a loop, with the embeddings' and the logits': nothing of the pool.
+        rows, tokens, blocks = EXCHANGED[step]
+        assert told["exchanges"] == {
+            f"all-gather f32[{rows}]": 1,
+            **blocks,
+            f"all-reduce f32[{tokens},576]": 3,
+            "all-reduce s32[]": 1,
+        }

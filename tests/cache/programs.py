@@ -58,7 +58,9 @@ class Program(NamedTuple):
             return jax.make_jaxpr(self.fn)(*self.args).jaxpr
 
 
-def abstract_cache(shapes: Shapes, sharing: bool = False) -> kv.PagedCache:
+def abstract_cache(
+    shapes: Shapes, sharing: bool = False, codec: kv.Codec | None = None
+) -> kv.PagedCache:
     with unchecked():
         return jax.eval_shape(
             lambda: kv.init_cache(
@@ -70,6 +72,7 @@ def abstract_cache(shapes: Shapes, sharing: bool = False) -> kv.PagedCache:
                 max_blocks_per_head=shapes.M,
                 block_size=shapes.b,
                 dtype=shapes.dtype,
+                codec=codec,
                 sharing=sharing,
             )
         )
@@ -81,7 +84,7 @@ def bytes_of(*arrays) -> int:
 
 def pool_bytes(cache: kv.PagedCache) -> int:
     """Bytes of the keys, values and their metadata."""
-    return bytes_of(cache.k, cache.v, cache.metric, cache.position)
+    return bytes_of(*jax.tree.leaves(cache.kv), cache.metric, cache.position)
 
 
 def programs(shapes: Shapes) -> dict[str, Program]:

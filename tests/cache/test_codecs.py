@@ -162,7 +162,7 @@ def test_affine_rows_have_their_ends_and_hide_nothing():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("int8", "int4", "k5v4")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "int4"))
         for name in (*NAMES, "k5v4", "k5v3.6", "mustafar50", "affine4")
     ],
 )
@@ -297,8 +297,9 @@ def test_bytes_beside_bfloat16(name, kv_bytes, fewer):
 
 
 def test_where_kernels_read_no_codes_it_is_said(caplog):
+    names = ("int2", "int8", "int8w4", "float32")
     sizes = {**SIZES, "head_dim": 64, "block_size": 8}
-    caches = [kv.init_cache(**sizes, codec=codec_of(n)) for n in ("int2", "int8", "float32")]
+    caches = [kv.init_cache(**sizes, codec=codec_of(n)) for n in names]
     for cache in caches:
         tell_of_codes(cache, 3)
     assert not caplog.messages

@@ -185,17 +185,22 @@ def test_fault_07_work_follows_the_compressed_length(monkeypatch):
 
     monkeypatch.setattr(reference.lax, "fori_loop", loop)
 
-    def gathered(*lengths: int, at_once: int = 1) -> int:
+    def gathered(*lengths: int, at_once: tuple[int, ...] = (1,)) -> int:
         rounds.clear()
         held = jnp.asarray([lengths], jnp.int32)
         reference.paged_attention(q, pool, pool, table, held, scale=1.0, pieces_at_once=at_once)
-        return sum(body.__name__ == "attend_pieces" for body in rounds)
+        return sum(
+            body.args[0].__name__ == "attend_pieces" for body in rounds if hasattr(body, "args")
+        )
 
     assert gathered(16, 16) == gathered(64, 3) == 2
     assert gathered(65, 0) == 2
     assert gathered(16 * blocks, 16) == gathered(16, 16 * blocks) == 16 + 1
     # Heads of any lengths fill the turns: these take as many as their sum.
-    assert gathered(16 * blocks, 16, at_once=4) == gathered(8 * blocks, 9 * blocks, at_once=4) == 5
+    for lengths in ((16 * blocks, 16), (8 * blocks, 9 * blocks)):
+        assert gathered(*lengths, at_once=(4,)) == 5
+        assert gathered(*lengths, at_once=(12, 2)) == 1 + 3
+        assert gathered(*lengths, at_once=(12, 6, 2)) == 1 + 0 + 3
     assert gathered(0, 0) == 0
 
 

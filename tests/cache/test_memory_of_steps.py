@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.cache import as_codec, get_method
 from kvjax.cache import compress as compress_cache
-from kvjax.cache import get_method
 from kvjax.engine.decode import decode as decode_loop
 from kvjax.engine.decode import init_slots
 from kvjax.engine.prefill import prefill_in_pool
@@ -93,6 +93,19 @@ def compress(method: str) -> tuple:
 )
 def test_no_method_copies_the_pool(step, method):
     test_steps_copy_no_pool(step, method)
+
+
+@pytest.mark.parametrize(("step", "method"), [(decode, METHODS[1]), (chunk, METHODS[1])])
+def test_a_window_copies_no_pool_of_codes(step, method, monkeypatch):
+    windowed = partial(abstract_cache, codec=as_codec("int8w16", "float32"))
+    monkeypatch.setattr(f"{__name__}.abstract_cache", windowed)
+    fn, args = step(method)
+    with unchecked():
+        analysis = jax.jit(fn, donate_argnums=0).lower(*args).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.alias_size_in_bytes >= pool_bytes(args[0])
+    # Codes of keys, or of values, are more than two fifths of the pool.
+    assert analysis.temp_size_in_bytes < pool_bytes(args[0]) / 3
 
 
 IN_PLACE = {"scatter", "scatter-add", "scan", "while", "cond", "jit", "pjit"}

@@ -138,16 +138,16 @@ def test_the_oracle_knows_every_method():
 
 
 # Each wrapper is a program of its own that takes long to compile.
-DEFAULT_WRAPPERS = ("kvcrush:snapkv", "kvcrush-mean:kv-compress", "kmeans:snapkv")
+DEFAULT_WRAPPERS = ("kvcrush:snapkv",)
 
 
 def marked(name: str, *others: str):
-    """The method as a parameter; wrappers but for a few, and `others`, run with `-m slow`."""
+    """The method as a parameter; wrappers but for one, and `others`, run with `-m slow`."""
     slow = name in others or (":" in name and name not in DEFAULT_WRAPPERS)
     return pytest.param(name, marks=pytest.mark.slow) if slow else name
 
 
-# These differ from another by a number.
+# These differ from another by a number or a part.
 LIKE_OTHERS = (
     "snapkv-w32",
     "snapkv-w32-avg5",
@@ -161,6 +161,10 @@ LIKE_OTHERS = (
     "a2sf-f20",
     "kvzip-plus",
     "windowkv-average",
+    "ada-pyramidkv",
+    "ada-snapkv-kvpress",
+    "pyramidkv-geometric",
+    "pyramidkv-gini",
 )
 
 

@@ -70,7 +70,6 @@ LIKE_OTHERS = (
     "paged-h2o-openvino",
     "matched:kv-compress",
     "kvcrush:snapkv",
-    "kvcrush-mean:kv-compress",
     "key-norm",
     "lazyeviction",
     "keydiff",
@@ -81,6 +80,9 @@ LIKE_OTHERS = (
     "duo-heads",
     "windowkv",
     "compresskv",
+    "fastgen",
+    "random",
+    "tova",
 )
 """Methods that differ from one of the others by a number or a part: they run with `-m slow`."""
 T, CAP, STEPS = 112, 76, 9

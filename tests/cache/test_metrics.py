@@ -1,11 +1,13 @@
 """Invariant 13, prefill: every method's metric equals the oracle's dense definition."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.cache.methods import METHODS
-from kvjax.cache.policy import LayerView
+from kvjax.cache.policy import LayerView, Observation
 from kvjax.cache.policy.pooling import pool_metric, pool_metric_at, reduce_group
 from tests import oracle
 from tests.oracle.scores import avg_pool
@@ -89,3 +91,37 @@ def test_pool_metric_at_equals_pool_metric_where_nothing_is_missing(kind):
     position = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (HEADS, 16))
     got = pool_metric_at(jnp.asarray(rows), position, 7, kind)
     np.testing.assert_allclose(got, pool_metric(jnp.asarray(rows), 7, kind), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["h2o", "a2sf", "kv-compress-full-l2"])
+def test_what_attention_told_is_taken_for_what_it_is(name):
+    """A scorer that sums all queries computes nothing anew where the attention told these sums,
+    and takes no others for them."""
+    rng = np.random.default_rng(3)
+    q = jnp.asarray(rng.standard_normal((TOKENS, HEADS * GROUP, D)), jnp.float32)
+    k = jnp.asarray(rng.standard_normal((TOKENS, HEADS, D)), jnp.float32)
+    scorer = METHODS[name].scorer
+    assert scorer is not None
+    view = LayerView(0, q, k, jnp.int32(TOKENS), jnp.int32(0))
+    alone = np.asarray(scorer.score(view, {}).metric)
+    sums = jnp.asarray(rng.random((HEADS * GROUP, TOKENS)), jnp.float32)
+    told = dataclasses.replace(view, received=sums, observation=scorer.observation)
+    want = np.asarray(sums).reshape(HEADS, GROUP, TOKENS).sum(axis=1)
+    np.testing.assert_allclose(scorer.score(told, {}).metric, want, rtol=1e-6)
+    for other in (Observation(1, 3), Observation(2, 0), Observation(decay=0.5)):
+        others = dataclasses.replace(view, received=sums, observation=other)
+        np.testing.assert_array_equal(scorer.score(others, {}).metric, alone)
+
+
+def test_a_window_is_not_all_queries():
+    for name in ("kv-compress", "kv-compress-w32-l1", "snapkv", "tova"):
+        scorer = METHODS[name].scorer
+        assert scorer is not None
+        assert scorer.observation is None
+
+
+def test_weights_of_queries():
+    """By age from the last token on; padding counts for nothing."""
+    got = Observation(decay=0.5).query_weight(jnp.int32(3), 5)
+    np.testing.assert_array_equal(got, [0.25, 0.5, 1, 0, 0])
+    np.testing.assert_array_equal(Observation().query_weight(jnp.int32(2), 3), [1, 1, 0])

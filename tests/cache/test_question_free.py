@@ -91,6 +91,7 @@ def test_rotations_are_undone_with_the_models_own_frequencies(config):
 @pytest.mark.parametrize(
     "name", [pytest.param("expected-attention", marks=pytest.mark.slow), "compactor"]
 )
+@pytest.mark.slow
 def test_the_engine_knows_its_models_rotations(tiny_params, name):  # noqa: F811
     """Without any calibration: whole prompts, in a scratch, in the pool."""
     llm = engine(tiny_params, compression=CompressionConfig(name, max_cache_tokens=24))
@@ -100,6 +101,7 @@ def test_the_engine_knows_its_models_rotations(tiny_params, name):  # noqa: F811
     assert_empty(llm)
 
 
+@pytest.mark.slow
 def test_centres_are_needed_and_metrics_are_of_the_time(tiny_params):  # noqa: F811
     """Whole prompts, in a scratch, in the pool, and while decoding, where nothing is set aside."""
     asked = CompressionConfig("triattention", max_cache_tokens=24, compress_every=4)

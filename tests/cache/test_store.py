@@ -167,7 +167,7 @@ def engine(params, **arguments) -> LLM:
     return LLM(LoadedModel(TINY, params, tiny_tokenizer(), ""), config=sizes, **arguments)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, "bfloat16", "int4"])
+@pytest.mark.parametrize("cache_dtype", [None, "bfloat16", "int4w8"])
 def test_the_memory_plan_is_what_the_engine_holds(tiny_params, cache_dtype):  # noqa: F811
     llm = engine(tiny_params, cache_dtype=cache_dtype, methods=("lazyeviction", "scissorhands"))
     held = sum(x.nbytes for x in jax.tree.leaves((llm.worker.cache, llm.worker.state)))
@@ -231,7 +231,7 @@ def test_what_no_codec_stores_is_refused_in_one_line(wrong):
 
 
 ROOT = Path(kvjax.__file__).parent
-NOT_A_POOL = {"view", "step", "prompt", "prefix", "dense", "teacher", "of"}
+NOT_A_POOL = {"view", "step", "prompt", "prefix", "dense", "teacher", "of", "exact"}
 """What has keys and values that are no pool: prompts, layers, rows that were read."""
 BYTES = {
     "cli/convert.py": "a model's file",

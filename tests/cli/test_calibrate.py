@@ -115,6 +115,9 @@ def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content
         (["--loads", "--import", "/nowhere"], "--import and --loads write different arrays"),
         (["--loads", "--heads"], "--heads and --loads write different arrays"),
         (["--loads", "--plot", "x.png"], "--loads fits nothing"),
+        (["--tensor-parallel", "0"], "tensor_parallel 0"),
+        (["--tensor-parallel", "2"], "this process has 1 of kind cpu; give at most 1"),
+        (["--kv-replicas", "2"], "kv_replicas 2 with tensor_parallel 1"),
     ],
 )
 def test_options_are_refused_before_a_model_is_loaded(capsys, options, said):

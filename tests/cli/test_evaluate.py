@@ -200,6 +200,13 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
         (("--out", "/no/such/folder/r.jsonl"), "no such folder"),
         (("--model", "lama3-8b"), "llama3-8b"),
         (("--context-length", "10"), "no row is left"),
+        (("--tensor-parallel", "0"), "tensor_parallel 0"),
+        (("--tensor-parallel", "2"), "this process has 1 of kind cpu; give at most 1"),
+        (
+            ("--tensor-parallel", "2", "--methods", "snapkv,tova"),
+            "method tova with tensor_parallel",
+        ),
+        (("--kv-replicas", "2"), "kv_replicas 2 with tensor_parallel 1"),
         (("--nonsense",), "--nonsense"),
     ],
 )
@@ -226,7 +233,7 @@ def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
     assert "another prompt with the id a" in err
 
 
-def test_quick_names_what_there_is():
+def test_quick_names_what_there_is(capsys):
     def options_of(*arguments):
         parser = argparse.ArgumentParser()
         evaluate.add_options(parser)
@@ -242,6 +249,16 @@ def test_quick_names_what_there_is():
     options = options_of("--quick", "--rows", "3")
     assert (options.rows, options.length) == (3, evaluate.QUICK["length"])
     assert options_of("--quick", "--prompts", "x").tasks is None
+    # On several devices those of them that can run there; others are refused where they are named.
+    alone = {"random", "tova", "shared-reads"}
+    for given, wanted in ((["--quick"], evaluate.QUICK["methods"]), (["--methods", "all"], "all")):
+        options = options_of(*given, "--tensor-parallel", "2")
+        left = set(choose_methods(wanted)) - set(evaluate._methods(options))
+        assert alone <= left < set(choose_methods(wanted))
+        said = capsys.readouterr().err
+        assert all(name in said for name in alone)
+        assert evaluate._methods(options_of(*given)) == choose_methods(wanted)
+    assert evaluate._methods(options_of("--methods", "tova", "--tensor-parallel", "2")) == ["tova"]
     with pytest.raises(UserError, match="did you mean"):
         choose_methods("snapvk")
 

@@ -199,10 +199,11 @@ def test_an_exercise_asks_what_the_context_says():
             missing = set(re.findall(r"\w{4,}", answer)) - set(re.findall(r"\w+", text))
             assert missing <= {"hidden"}, (number, answer)
         for row, (ids, first) in enumerate(zip(found.said, found.first)):
-            last = min(len(ids), said.shape[1]) - 1
+            # With the last one, behind which an answer ends.
+            end = min(len(ids), said.shape[1])
             assert not counted[row, :first].any()
-            assert counted[row, first:last].all()
-            assert not counted[row, last:].any()
+            assert counted[row, first:end].all()
+            assert not counted[row, end:].any()
         tight = exercise(tokenizer, TEXTS, number, 200)
         assert len(tight.context) <= 200
         if len(tight.said) == 1:
@@ -234,7 +235,7 @@ def test_practice_gains_what_it_says_and_goes_on_where_it_was(model, fitted, tmp
     whole = practise(model, TEXTS, fitted, PRACTICE, progress=lambda *at: told.append(at))
     assert told[0] == ("checking", 0, 14)
     assert ("training the choice", 11, 14) in told
-    assert whole.before.keys() == whole.after.keys() == {8, 16, 32}
+    assert whole.before.keys() == whole.after.keys() == {4, 8, 16, 32}
     changed = not np.array_equal(whole.weight, fitted.weight)
     gained = np.mean([*whole.after.values()]) < np.mean([*whole.before.values()])
     assert changed == gained
@@ -281,3 +282,25 @@ def test_a_step_that_is_no_number_teaches_nothing(model, fitted, monkeypatch):
     found = practise(model, TEXTS, fitted, PRACTICE)
     assert all(found.after[rate] < found.before[rate] for rate in found.before)
     assert not np.array_equal(found.weight, fitted.weight)
+    # What was looked at is what is returned.
+    weight = (found.weight - fitted.weight) * fitted.deviation[..., None]
+    extra = found.extra - fitted.extra
+    extra = extra.at[..., -1].add(
+        jnp.einsum("ld,ldh->lh", fitted.mean, weight / fitted.deviation[..., None])
+    )
+    far = float(jnp.sum((weight - 1) ** 2) + jnp.sum((extra - 1) ** 2))
+    np.testing.assert_allclose(list(found.after.values()), far, rtol=1e-3, atol=2)
+    # It is a running mean, behind the last step.
+    monkeypatch.setattr(practising, "AVERAGED", 1.0)
+    last = practise(model, TEXTS, fitted, PRACTICE)
+    assert all(last.after[rate] < 0.9 * found.after[rate] for rate in found.after)
+
+
+def test_every_exercise_is_compressed_little_and_much():
+    low, high = practising.RATES
+    drawn = [practising.drawn_rates(number, 2) for number in range(64)]
+    middle = (low * high) ** 0.5
+    assert all(low <= little <= middle <= much <= high for little, much in drawn)
+    assert min(drawn)[0] < 1.1 * low
+    assert max(much for _, much in drawn) > 0.9 * high
+    assert drawn[3] == practising.drawn_rates(3, 2) != drawn[4]

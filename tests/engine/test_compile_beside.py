@@ -317,6 +317,7 @@ async def reached_none(under_way, engine, llm):
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_is_loaded_holds_up_nobody(tiny_params, tmp_path, expected):
     document, path = prompts_of(40)[0], tmp_path / "document.safetensors"
     sizes = {"share_prefix": "auto", "share_grain": 16, "retained_prefixes": 2}

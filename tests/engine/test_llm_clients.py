@@ -157,6 +157,7 @@ def test_a_stream_of_bad_prompts_says_so(tiny_params):
     assert outputs[-1].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_methods_of_different_decode_rules_share_a_batch(tiny_params):
     """Whoever runs, nobody is refused, and each gets the tokens that it gets alone."""
     names = ("shared-reads", "h2o-decode", "tova", "kv-compress-continual")

@@ -71,7 +71,11 @@ def tighten(llm, blocks: int):
     return undo
 
 
-@pytest.mark.parametrize("compression", [FULL, NORMS, READS], ids=["whole", "settled", "read"])
+@pytest.mark.parametrize(
+    "compression",
+    [FULL, pytest.param(NORMS, marks=pytest.mark.slow), READS],
+    ids=["whole", "settled", "read"],
+)
 def test_another_question_about_a_document(tiny_params, chained, compression):
     llm = make_llm(tiny_params, compression, **SHARED)
     for number, question in enumerate(QUESTIONS):
@@ -239,7 +243,9 @@ def test_the_longest_is_found_and_the_oldest_goes():
 
 
 @pytest.mark.parametrize(
-    ("compression", "dtype"), [(FULL, "int4"), (NORMS, None)], ids=["whole", "compressed"]
+    ("compression", "dtype"),
+    [pytest.param(FULL, "int4", marks=pytest.mark.slow), (NORMS, None)],
+    ids=["whole", "compressed"],
 )
 def test_a_prefix_in_a_file(tiny_params, tmp_path, compression, dtype):
     """Another engine goes on from the file as this one does from its cache."""
@@ -302,6 +308,7 @@ def test_sharing_has_to_be_one_of_three():
         EngineConfig(share_prefix="sometimes")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_steps_that_share_can_be_warmed_up(tiny_params):
     llm = make_llm(tiny_params, NORMS, **SHARED)
     llm.warm_up([len(DOCUMENT)])

@@ -3,6 +3,7 @@
 `tests/test_several_processes.py` runs real ones.
 """
 
+import argparse
 import socket
 import threading
 import time
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvjax import startup
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
+from kvjax.cli.processes import add_process_options, joined
 from kvjax.engine import LLM, SamplingParams, agreement, processes
 from kvjax.engine.agreement import Agreement
 from kvjax.engine.link import Link
@@ -191,20 +194,76 @@ def test_a_coordinator_that_is_not_there():
     assert join(None) is None
 
 
+CLUSTERS = {
+    "Open MPI": (
+        {
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+            "OMPI_COMM_WORLD_SIZE": "3",
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        },
+        "10.96.0.1",
+    ),
+    "SLURM": (
+        {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_STEP_NODELIST": "node[007-009],other",
+            "SLURM_NTASKS": "3",
+            "SLURM_PROCID": "2",
+            "SLURM_LOCALID": "1",
+        },
+        "node007",
+    ),
+}
+"""What a launcher says to the third of three processes, and where the first one is."""
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("address", [None, "node7:80"])
-def test_what_is_not_given_is_what_jax_finds(monkeypatch, address):
-    """Here what Open MPI says."""
+def test_what_is_not_given_is_what_jax_finds(monkeypatch, address, cluster):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     with pytest.raises(ValueError, match="no coordinator, number of processes or process id"):
         processes._found(None, 1, address)
-    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911")
-    for name, value in (("SIZE", "3"), ("RANK", "2"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    said, first = CLUSTERS[cluster]
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
     found = processes._found(None, None, address)
     host, _, _ = found.pop("coordinator_address").partition(":")
-    assert host == ("10.96.0.1" if address is None else "node7")
+    assert host == (first if address is None else "node7")
     assert found == {"num_processes": 3, "process_id": 2, "local_device_ids": [1]}
     assert processes._found(4, 0, address)["process_id"] == 0
+
+
+def test_other_versions_are_refused_before_anything_is_loaded(two, monkeypatch):
+    """And other options, each in a line of its own process."""
+    here = threading.local()
+    monkeypatch.setattr(processes, "join", lambda *_: two[here.index])
+    monkeypatch.setattr(agreement, "versions", lambda: {"kvjax": here.version, "jax": "1"})
+    monkeypatch.setattr(startup, "leaves_at_once", lambda: None)
+    monkeypatch.setattr(Processes, "close", lambda self: None)
+    parser = argparse.ArgumentParser()
+    add_process_options(parser)
+
+    def start(index: int, version: str, rate: float):
+        here.index, here.version = index, version
+        given = ["--coordinator", "node0:80", "--num-processes", "2", "--process-id", str(index)]
+        options = parser.parse_args(given)
+        options.tensor_parallel, options.rate = 2, rate
+        with joined(options, ("rate",)):
+            return "joined"
+
+    for (version, rate), said in (
+        (("1", 8.0), None),
+        (("2", 8.0), "process 1 has kvjax '2' and process 0 '1': start all with the same"),
+        (("1", 4.0), "process 1 has rate '4.0' and process 0 '8.0': start all with the same"),
+    ):
+        two[0].client.values.clear()
+        found = at_once(lambda: start(0, "1", 8.0), lambda v=version, r=rate: start(1, v, r))
+        if said is None:
+            assert found == ["joined"] * 2
+        else:
+            assert [type(error) for error in found] == [UserError] * 2
+            assert [str(error)[: len(said)] for error in found] == [said] * 2
 
 
 # The connection to the first one

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.cache import as_codec
-from kvjax.kernels import Encoded
+from kvjax.kernels import Encoded, ExactKVs
 from kvjax.kernels.paged_attention import mosaic_gpu, reference, spec, tpu
 from tests.oracle import attend
 
@@ -143,22 +143,34 @@ def tolerance(name: str, p: Problem) -> tuple[float, float]:
     return max(1.0, float(np.abs(v).max())) * (rounding + 2 * logit), 4 * logit + 1e-6
 
 
-def run_xla(p: Problem, with_metric: bool, pieces: int | None = None):
-    c = {"scale": p.scale, "pieces_at_once": pieces}
+def run_xla(
+    p: Problem,
+    with_metric: bool,
+    exact: ExactKVs | None = None,
+    pieces: tuple[int, ...] | None = None,
+):
+    c = {"scale": p.scale, "pieces_at_once": pieces, "exact": exact}
     return reference.paged_attention(*p.arguments, **c, **p.statistic(with_metric))
 
 
-def run_tpu(p: Problem, with_metric: bool, interpret: bool | pltpu.InterpretParams = True):
-    c = tpu.config(p.shape, scale=p.scale, keep_logits=with_metric)
-    statistic = p.statistic(with_metric)
+def run_tpu(
+    p: Problem,
+    with_metric: bool,
+    exact: ExactKVs | None = None,
+    interpret: bool | pltpu.InterpretParams = True,
+):
+    options = {"keep_logits": with_metric, "exact": exact is not None}
+    c = tpu.config(p.shape, scale=p.scale, **options)
+    statistic = {**p.statistic(with_metric), "exact": exact}
     return tpu.paged_attention(*p.arguments, c=c, **statistic, interpret=interpret)
 
 
-def run_mosaic_gpu(p: Problem, with_metric: bool, cores: int = 1):
+def run_mosaic_gpu(p: Problem, with_metric: bool, exact: ExactKVs | None = None, cores: int = 1):
     """Few programs and few stages: the interpreter pays for each, and borders come often."""
-    c = mosaic_gpu.config(p.shape, scale=p.scale, keep_logits=with_metric, cores=cores)
+    options = {"keep_logits": with_metric, "exact": exact is not None, "cores": cores}
+    c = mosaic_gpu.config(p.shape, scale=p.scale, **options)
     c = dataclasses.replace(c, stages=2, programs=3 * cores)
-    statistic = p.statistic(with_metric)
+    statistic = {**p.statistic(with_metric), "exact": exact}
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     return mosaic_gpu.paged_attention(*p.arguments, c=c, **statistic, interpret=interpret)
 
@@ -171,9 +183,11 @@ IMPLEMENTATIONS = {
 }
 
 
-def assert_exact(name: str, p: Problem, with_metric: bool = True) -> None:
+def assert_exact(
+    name: str, p: Problem, with_metric: bool = True, exact: ExactKVs | None = None
+) -> None:
     """Run one implementation and compare it with float64; no race may have been seen."""
-    out, metric = IMPLEMENTATIONS[name](p, with_metric)
+    out, metric = IMPLEMENTATIONS[name](p, with_metric, exact)
     allowed_out, allowed_metric = tolerance(name, p)
     got = np.asarray(out.astype(jnp.float32), np.float64)
     assert got.shape == p.out.shape

@@ -7,7 +7,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
-from kvjax.cache import init_cache
+from kvjax.cache import as_codec, init_cache
 from kvjax.cache.methods import get_method
 from kvjax.engine.decode import decode_step
 from kvjax.kernels.paged_attention import worklist
@@ -29,7 +29,7 @@ SLOTS = 5
 PROGRAMS = 2 * 132
 
 
-def traced(method: str):
+def traced(method: str, stored: str | None = None):
     """The decode step, traced for the device of the mesh in use."""
     cache = jax.eval_shape(
         lambda: init_cache(
@@ -40,7 +40,7 @@ def traced(method: str):
             num_blocks=64,
             max_blocks_per_head=8,
             block_size=16,
-            dtype=jnp.bfloat16,
+            codec=as_codec(stored, jnp.bfloat16),
         )
     )
     params = abstract_params(MODEL, jnp.bfloat16)
@@ -62,10 +62,14 @@ def programs_built(jaxpr, inside_layers: bool = False):
             yield from programs_built(inner, inside)
 
 
-@pytest.mark.parametrize("method", ["full", "kv-compress-continual"])
-def test_one_work_list_per_step(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "stored"),
+    [("full", None), ("kv-compress-continual", None), ("kv-compress-continual", "int4w16")],
+)
+def test_one_work_list_per_step(method: str, stored: str | None) -> None:
+    """Of a pool of codes with exact KVs beside it, too."""
     with jax.sharding.use_abstract_mesh(H200):
-        step = traced(method)
+        step = traced(method, stored)
         text = step.lower(lowering_platforms=("cuda",)).as_text()
     assert list(programs_built(step.jaxpr.jaxpr)) == [
         (False, (MODEL.num_layers, PROGRAMS, worklist.SPAN_WIDTH))

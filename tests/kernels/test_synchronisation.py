@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kernels import cases
 from kvjax.kernels import append_and_attend, move_kvs, paged_attention, window_metrics
 from kvjax.kernels.paged_attention import spec
 from tests.kernels.devices import H200
@@ -104,6 +105,21 @@ def test_paged_attention(family: str, with_metric: bool) -> None:
         )  # fmt: skip
 
     assert protocol(call, *spec.FAMILIES[family].arguments()) == want
+
+
+def test_exact_kvs_beside_the_pool() -> None:
+    """What a head begins with comes with its queries. Nothing else is waited for or committed."""
+    shape = cases.CODES["int8 int8 b=16 d=128"]
+    q, *rest = cases.coded(shape, metric=False)
+
+    def call(exact, *call):
+        return paged_attention(*call, exact=exact)
+
+    without = protocol(call, None, q, *rest)
+    words = protocol(call, cases.exact_of(shape), q, *rest)
+    assert "wait in wait in4" in without["paged_attention"]
+    with_begun = without["paged_attention"].replace("wait in wait in4", "wait in2 wait in4")
+    assert words == {**without, "paged_attention": with_begun}
 
 
 def test_append_and_attend() -> None:

@@ -131,7 +131,7 @@ def test_products_are_those_of_the_weights_that_it_stands_for(config, stacked):
     step = jax.jit(run, static_argnums=0)
     want, _ = step(config, nnx.from_flat_state(plain), tokens, 0, cache)
     got, _ = step(few, params, tokens, 0, cache)
-    np.testing.assert_allclose(got, want, atol=2e-5 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(got, want, atol=3e-4 * float(jnp.abs(want).max()))
     gram, whole_gram = (repeat_artefacts(config, p) for p in (params, nnx.from_flat_state(plain)))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), gram, whole_gram)
 
@@ -142,13 +142,42 @@ def test_products_in_tiles(monkeypatch, rows, axis):
     """Whatever is left over for the last one."""
     monkeypatch.setattr(narrow, "_TILE", 64 * 20)
     rng = np.random.default_rng(rows)
-    weight = rng.integers(-127, 128, (rows, 20)).astype(np.int8)
+    weight = rng.integers(-15, 16, (rows, 20)).astype("float8_e4m3fn")
     scale = rng.random(20 if axis == 0 else rows).astype(np.float32)
     x = rng.standard_normal((2, 3, rows if axis == 0 else 20)).astype(np.float32)
     want = x.astype(np.float64) @ (weight.T if axis else weight).astype(np.float64) * scale
     found = narrow.scaled_product(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(scale), axis)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_by_integers(axis, dtype):
+    """Off by no more than activations of 16 bits are, each row by its own largest."""
+    rng = np.random.default_rng(axis)
+    weight = rng.integers(-127, 128, (40, 24)).astype(np.int8)
+    scale = rng.random(40 if axis else 24).astype(np.float32)
+    x = rng.standard_normal((2, 3, 24 if axis else 40)) * 10.0 ** np.arange(-4, 2).reshape(2, 3, 1)
+    x[1, 2, 3], x[0, 1] = 900, 0
+    x = np.asarray(x.astype(dtype), np.float64)
+    found = narrow.scaled_product(
+        jnp.asarray(x, dtype), jnp.asarray(weight), jnp.asarray(scale), axis
+    )
+    assert found.dtype == jnp.float32
+    matrix = (weight.T if axis else weight).astype(np.float64) * scale
+    allowed = np.abs(x).max(-1, keepdims=True) * (2.0**-16 + 2.0**-22) * np.abs(matrix).sum(0)
+    assert (np.abs(found - x @ matrix) <= allowed).all()
+    assert (np.abs(found - x @ matrix)[1, 2] > 0).any()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_so(bad):
+    x = np.ones((2, 8), np.float32)
+    x[0, 3] = bad
+    found = narrow.scaled_product(jnp.asarray(x), jnp.ones((8, 4), jnp.int8), jnp.ones(4))
+    assert not np.isfinite(found[0]).any()
+    np.testing.assert_allclose(found[1], 8, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", [CONFIG, BIASED, QWEN3])

@@ -125,6 +125,7 @@ def test_peak_memory(checkpoints: Path, name: str, dtype: str, stacked: bool) ->
 
 
 @pytest.mark.parametrize(("dtype", "stacked"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.slow
 def test_peak_memory_of_orbax(checkpoints: Path, dtype: str, stacked: bool) -> None:
     for size in ("tiny", "large"):
         if not (checkpoints / size / "orbax").exists():

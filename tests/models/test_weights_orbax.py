@@ -21,8 +21,9 @@ from kvjax.errors import UserError
 from kvjax.models.architectures import config_from_hf, config_to_hf
 from kvjax.models.config import MODELS, RopeScaling
 from kvjax.models.decoder import abstract_params, init_params, logical_axes
+from kvjax.models.fingerprint import model_hash
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.weights import load_params, orbax, orbax_save, save_orbax
+from kvjax.models.weights import checkpoint_hash, load_params, orbax, orbax_save, save_orbax
 from tests.models.checkpoints import (
     CONFIG,
     QWEN3,
@@ -109,6 +110,23 @@ def test_in_several_groups(
     monkeypatch.setattr(orbax, "GROUP_BYTES", 300_000)
     _, params = load_params(saved)
     jax.tree.map(np.testing.assert_array_equal, params, original)
+
+
+def test_the_hash_is_that_of_the_model_and_reads_a_few_arrays_at_a_time(
+    saved: Path, original: nnx.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, most = orbax._read_arrays, []
+
+    def reading(*given: Any) -> Any:
+        found = read(*given)
+        most.append(sum(value.nbytes for value in found.values()))
+        return found
+
+    monkeypatch.setattr(orbax, "_read_arrays", reading)
+    monkeypatch.setattr(orbax, "GROUP_BYTES", 300_000)
+    assert checkpoint_hash(saved, CONFIG, "float32") == model_hash(CONFIG, original)
+    assert sum(most) == 4 * num_params(CONFIG)
+    assert max(most) < sum(most) / 2
 
 
 @pytest.mark.parametrize("stacked", [True, False])

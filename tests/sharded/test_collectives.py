@@ -19,6 +19,8 @@ OPERATION = re.compile(
     r'"?stablehlo\.(all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter|'
     r'collective_broadcast)"?\('
 )
+EXCHANGES = ("psum", "pmin", "pmax", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
+"""Beginnings of the names of what devices exchange, before it is lowered."""
 RESULT = re.compile(r"-> (?:\()?tensor<([^>]*)>")
 PROMPTS = [(30, "prefill", 32), (61, "prefill in scratch", 32), (90, "prefill in pool", 32)]
 """Tokens, by which step they run, and how many at once."""
@@ -41,8 +43,27 @@ def collectives(call) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def elements(shape: str) -> int:
-    return int(np.prod([int(n) for n in shape.split("x")[:-1]] or [1]))
+def in_loops(call) -> list[tuple[str, tuple[int, ...], tuple[int | None, ...]]]:
+    """Name and shape of every exchange that stands in a loop, and how often each loop runs, the
+    outermost first; None where that is not known."""
+    found = []
+
+    def visit(jaxpr, loops):
+        for equation in jaxpr.eqns:
+            name, inside = equation.primitive.name, loops
+            if name in ("scan", "while"):
+                inside = *loops, equation.params.get("length")
+            if loops and name.startswith(EXCHANGES):
+                found.append(
+                    (name.removesuffix("_invariant"), equation.outvars[0].aval.shape, loops)
+                )
+            for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    visit(inner, inside)
+
+    visit(call.step.jitted.trace(*call.args).jaxpr.jaxpr, ())
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +152,23 @@ def test_a_prompt_tells_what_a_token_does(engine, length, step, size):
 
 
 def test_a_prompt_that_is_compressed_tells_no_scores(engine):
-    heads = TINY.num_layers * TINY.num_kv_heads
     job, worker = job_of(engine, 30), engine.worker
     prompt = jax.eval_shape(worker.scratch_maker(job))
-    found = collectives(worker.place_call(job.request, prompt, 0, 10))
-    assert {name for name, _ in found} == {"all_reduce"}
-    # Counts, and two of each head: cheaper blocks, and those that cost as much.
-    assert max(elements(shape) for _, shape in found) == heads * 2
-    assert all(shape.endswith("i32") for _, shape in found)
+    call = worker.place_call(job.request, prompt, 0, 10)
+    a_number = "all_reduce", "i32"
+    assert collectives(call) == sorted(
+        [
+            a_number,  # blocks that it would own, for the budget
+            a_number,  # and for the split
+            a_number,  # those that may go
+            a_number,  # those below a number: of every bit
+            ("all_reduce", f"{TINY.num_layers}x{TINY.num_kv_heads}x2xi32"),
+            a_number,  # those that stay
+            FITS,
+            a_number,  # told to the host: blocks that went
+        ]
+    )
+    assert in_loops(call) == [("psum", (), (32,))]
 
 
 def test_replicas_gather_the_queries_of_their_heads():
@@ -166,14 +196,23 @@ def test_replicas_gather_the_queries_of_their_heads():
 
 
 def test_a_compression_tells_no_scores(engine):
-    heads = TINY.num_layers * TINY.num_kv_heads
-    method = engine.compression.resolved
-    slots = list(range(SIZES.max_batch))
-    found = collectives(engine.worker.compress_call(slots, slots, slots, method, 10**6, 64))
-    assert {name for name, _ in found} == {"all_reduce"}
-    # Counts of each sequence, and two of each head: cheaper blocks, and those that cost as much.
-    assert max(elements(shape) for _, shape in found) == SIZES.max_batch * heads * 2
-    assert all(shape.endswith("i32") for _, shape in found)
+    """Counts of each sequence, and two of each head: cheaper blocks, and those that cost as much.
+    The count of the 32 bits of the last cost to go stands in one loop."""
+    method, groups = engine.compression.resolved, SIZES.max_batch
+    slots = list(range(groups))
+    call = engine.worker.compress_call(slots, slots, slots, method, 10**6, 64)
+    a_number = "all_reduce", f"{groups}xi32"
+    assert collectives(call) == sorted(
+        [
+            a_number,  # blocks that it owns, for what is to go
+            a_number,  # and for the budget
+            a_number,  # and for the split
+            a_number,  # those that may go
+            a_number,  # those below a number: of every bit
+            ("all_reduce", f"{groups}x{TINY.num_layers}x{TINY.num_kv_heads}x2xi32"),
+        ]
+    )
+    assert in_loops(call) == [("psum", (groups,), (32,))]
 
 
 def test_one_device_tells_nobody_anything():

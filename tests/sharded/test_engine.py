@@ -53,10 +53,10 @@ def on_one() -> dict:
     return {}
 
 
-NARROW = {"weight_dtype": "int8", "cache_dtype": "int4"}
+NARROW = {"weight_dtype": "int8", "cache_dtype": "int4w8"}
 CASES = [
-    (4, "kv-compress", False, {"replicas": 2, "group": 3}),
     (2, CALIBRATED, True, {}),
+    pytest.param(4, "kv-compress", False, {"replicas": 2, "group": 3}, marks=pytest.mark.slow),
     pytest.param(4, "kv-compress", False, {}, marks=pytest.mark.slow),
     pytest.param(6, CALIBRATED, True, {"replicas": 2}, marks=pytest.mark.slow),
     pytest.param(2, "kv-compress", True, {}, marks=pytest.mark.slow),
@@ -84,6 +84,7 @@ def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, giv
         assert several.stats.shortfall == one.stats.shortfall
 
 
+@pytest.mark.slow
 def test_steps_compile_beside_the_rounds(caplog):
     """How their inputs will lie on the devices is known before there are any."""
 

@@ -13,13 +13,14 @@ from safetensors.numpy import save_file
 
 from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.engine import LLM, SamplingParams
-from kvjax.engine.parallel import split_of
+from kvjax.engine.split import split_of
 from kvjax.errors import UserError
 from kvjax.models import ByteTokenizer, LoadedModel, load_model, parallel
 from kvjax.models.config import MODELS, ModelEntry
 from kvjax.models.decoder import is_stacked, logical_axes
+from kvjax.models.fingerprint import model_hash
 from kvjax.models.parallel import Dealing, Split, join_params, split_params
-from kvjax.models.weights import load_params, orbax, save_orbax
+from kvjax.models.weights import checkpoint_hash, load_params, orbax, save_orbax
 from tests.sharded.heads import dealt, mesh_of
 from tests.sharded.tiny import SIZES, TINY, engine_settings
 from tests.tiny import write_tiny
@@ -53,7 +54,7 @@ def same(found: nnx.State, want: nnx.State) -> None:
         np.testing.assert_array_equal(np.asarray(value), np.asarray(wanted), str(path))
 
 
-@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+@pytest.mark.parametrize("weight_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (3, 2)])
 def test_dealt_as_they_are_read(folder, shards, replicas, stacked, weight_dtype):
@@ -72,6 +73,7 @@ def test_any_mesh_to_any_other(folder, tmp_path, stacked):
     params = split_params(whole, axes, first)
     path = save_orbax(tmp_path / "three", config, params, dealing=first.dealing)
     same(load_params(path, stacked=stacked)[1], whole)
+    assert checkpoint_hash(path, config, "float32") == model_hash(config, whole)
     for split in (first, split_on(3, 3), split_on(2, 4, 2), split_on(4, 5)):
         for other in (stacked, not stacked):
             _, found = load_params(path, stacked=other, shardings=split)

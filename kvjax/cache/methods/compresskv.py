@@ -58,13 +58,21 @@ class SemanticHeads(AttentionScorer):
     def carry(self, length: Int32[Array, ""]) -> Float[Array, ""] | None:
         return None
 
-    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+    def counts(self, how: Float[Array, " Hr"], num_heads: int) -> Float[Array, " Hr"]:
+        """What each query head of a layer counts, of which `SEMANTIC_HEAD` says this; of so many
+        KV heads."""
+        how = how.astype(jnp.float32)
+        _, best = lax.top_k(how, min(self.heads, how.shape[0]))
+        return jnp.zeros(how.shape, jnp.float32).at[best].set(num_heads / best.shape[0])
+
+    def weighed(self, view: LayerView, counts: Float[Array, " Hr"]) -> Float[Array, "H P"]:
+        """The metric of some heads, of whose query heads each counts so much."""
         before = window_start(view, self.window)
         given = pooled(view, received(view, self.window), self.pool, "avg", before=before)
-        how = artefacts[SEMANTIC_HEAD].astype(jnp.float32)
-        _, best = lax.top_k(how, min(self.heads, how.shape[0]))
-        counts = jnp.zeros(how.shape, jnp.float32).at[best].set(view.num_heads / best.shape[0])
-        return Scores(jnp.einsum("hrp,hr->hp", given, counts.reshape(given.shape[:2])))
+        return jnp.einsum("hrp,hr->hp", given, counts.reshape(given.shape[:2]))
+
+    def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
+        return Scores(self.weighed(view, self.counts(artefacts[SEMANTIC_HEAD], view.num_heads)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvjax.cache.policy.attention import received
 from kvjax.cache.policy.checks import check_attention, check_numbers
 from kvjax.cache.policy.decode import AddAttention
 from kvjax.cache.policy.method import AttentionScorer, Method
-from kvjax.cache.policy.score import Artefacts, DecodeRule, LayerView, Scores
+from kvjax.cache.policy.score import Artefacts, DecodeRule, LayerView, Observation, Scores
 from kvjax.checks import check_flag
 
 
@@ -41,6 +41,10 @@ class Accumulated(AttentionScorer):
     @property
     def decode(self) -> DecodeRule | None:
         return AddAttention(1, self.forget) if self.continual else None
+
+    @property
+    def observation(self) -> Observation | None:
+        return Observation(decay=self.forget) if self.window is None else None
 
     def carry(self, length: Int32[Array, ""]) -> Float[Array, ""] | None:
         if self.window is not None:

@@ -12,7 +12,7 @@ from kvjax.cache.policy.checks import check_attention, check_one_of, check_whole
 from kvjax.cache.policy.decode import AddAttention
 from kvjax.cache.policy.method import AttentionScorer, Method
 from kvjax.cache.policy.pooling import GroupReduction, reduce_group
-from kvjax.cache.policy.score import Artefacts, DecodeRule, LayerView, Scores
+from kvjax.cache.policy.score import Artefacts, DecodeRule, LayerView, Observation, Scores
 from kvjax.checks import INT32_MAX, check_flag
 
 
@@ -41,6 +41,12 @@ class KVCompress(AttentionScorer):
     @property
     def decode(self) -> DecodeRule | None:
         return AddAttention(self.power) if self.continual else None
+
+    @property
+    def observation(self) -> Observation | None:
+        if self.window is not None:
+            return None
+        return Observation(self.power, self.excluded_distance)
 
     def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
         given = received(

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.policy.pooling import PoolKind, pool_metric, pool_metric_at
-from kvjax.cache.policy.score import LayerView
+from kvjax.cache.policy.score import LayerView, Observation
 from kvjax.kernels import window_metrics
 
 
@@ -53,6 +53,10 @@ def received(
         above: counts, in place of the sum, the queries that give a key at least this times an
             even share of their attention.
     """
+    if window is None and above is None:
+        asked = Observation(power, excluded_distance, decay)
+        if view.received is not None and view.observation == asked:
+            return view.received.reshape(view.num_heads, -1, view.k.shape[0])
     queries, position, age = window_queries(view, window)
     weight = None
     if decay != 1:

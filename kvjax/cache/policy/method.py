@@ -17,7 +17,7 @@ from kvjax.cache.policy.checks import check_a, check_numbers, check_one_of, chec
 from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.observe import Observer
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
-from kvjax.cache.policy.score import DecodeRule, HeadAxis, Scorer, Stored
+from kvjax.cache.policy.score import DecodeRule, HeadAxis, Observation, Scorer, Stored
 from kvjax.cache.policy.select import Selector
 from kvjax.cache.store import Plane
 from kvjax.checks import INT32_MAX, check_flag, check_text
@@ -33,6 +33,10 @@ class AttentionScorer(Scorer):
     @property
     def needs_log_sum(self) -> bool:
         return self.window is None
+
+    @property
+    def observation(self) -> Observation | None:
+        return Observation() if self.window is None else None
 
     def carry(self, length: Int32[Array, ""]) -> Float[Array, ""] | None:
         return None if self.window is not None else jnp.float32(1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from kvjax.cache.policy.score import Artefacts, LayerView, Scorer, Scores
+from kvjax.cache.policy.score import Artefacts, LayerView, Observation, Scorer, Scores
 from kvjax.cache.store import Plane
 
 
@@ -26,6 +26,10 @@ class Observer:
     @property
     def needs_log_sum(self) -> bool:
         return self.scorer is not None and self.scorer.needs_log_sum
+
+    @property
+    def observation(self) -> Observation | None:
+        return None if self.scorer is None else self.scorer.observation
 
     @property
     def planes(self) -> tuple[Plane, ...]:

@@ -20,6 +20,23 @@ Artefacts = Mapping[str, Array]
 layer's part."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """Sums of the attention of all queries of a prompt, by key: Σ decay^age · p^power."""
+
+    power: int = 1
+    excluded_distance: int = 0
+    """A key–query pair counts only if they are so many tokens apart."""
+    decay: float = 1.0
+    """A query n tokens before the last one counts this to the power of n."""
+
+    def query_weight(self, length: Int32[Array, ""], num_queries: int) -> Float[Array, " T"]:
+        """What each query counts of a prompt of `length` tokens; 0 for padding."""
+        age = length - 1 - jnp.arange(num_queries, dtype=jnp.int32)
+        weight = jnp.float32(self.decay) ** jnp.maximum(age, 0).astype(jnp.float32)
+        return jnp.where(age >= 0, weight, 0)
+
+
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +60,10 @@ class LayerView:
     """Values, in the order of the keys."""
     hidden: Float[Array, "T D"] | None = None
     """What enters the attention block: the residual stream after the layer's first norm."""
+    received: Float[Array, "Hr P"] | None = None
+    """What each key received of all queries, where the attention told it."""
+    observation: Observation | None = dataclasses.field(default=None, metadata={"static": True})
+    """What `received` is."""
 
     @property
     def num_heads(self) -> int:
@@ -173,6 +194,12 @@ class Scorer:
     def needs_log_sum(self) -> bool:
         """Whether one pass over the logits suffices where the attention tells their log-sum-exp."""
         return False
+
+    @property
+    def observation(self) -> Observation | None:
+        """What it sums of all queries of a whole prompt, which the attention itself can tell; None
+        for nothing."""
+        return None
 
     @property
     def settled(self) -> bool:

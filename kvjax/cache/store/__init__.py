@@ -5,7 +5,7 @@ every formula, `KVPool` every access, and a `Codec` says what is stored of a row
 why a KV stays or goes.
 """
 
-from kvjax.cache.store.codec import Codec, Plain, Rounded
+from kvjax.cache.store.codec import Codec, Plain, Rounded, Windowed
 from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.grow import allocate
@@ -27,6 +27,7 @@ from kvjax.cache.store.shard import HeadShard, agreed, summed
 from kvjax.cache.store.sharing import share, unshare, unshare_slots
 from kvjax.cache.store.slots import put_slots, take_slots
 from kvjax.cache.store.spec import CacheSpec, Plane
+from kvjax.cache.store.window import KVWindow
 from kvjax.cache.store.write import append, begin_append, write_prompt
 
 __all__ = [
@@ -37,11 +38,13 @@ __all__ = [
     "HeadShard",
     "Integers",
     "KVPool",
+    "KVWindow",
     "PagedCache",
     "Plain",
     "Plane",
     "Rounded",
     "Scaled",
+    "Windowed",
     "agreed",
     "allocate",
     "append",

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.checks import check_whole
+from kvjax.errors import UserError
 from kvjax.kernels import Encoded
 
 
@@ -35,6 +37,16 @@ class Codec:
     def of_values(self) -> "Codec":
         """What stores values."""
         return self
+
+    @property
+    def of_pool(self) -> "Codec":
+        """What stores the keys and values of the pool."""
+        return self
+
+    @property
+    def window(self) -> int:
+        """Newest KVs of each head that lie beside the pool, too, as they are computed."""
+        return 0
 
     def decoding_to(self, dtype: str) -> "Codec":
         """The same with rows of another dtype."""
@@ -144,3 +156,55 @@ class Rounded(Plain):
 
     def decode(self, stored: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
         return stored.astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windowed(Codec):
+    """Codes of all KVs, and beside the pool the newest of each head as they are computed.
+
+    Source: KIVI (2024), algorithm 1, "residual": the newest tokens in full precision. There they
+    are coded when they leave it; here they are coded at once, and attention reads them instead.
+    """
+
+    codes: Codec = Codec()
+    """What stores the pool."""
+    size: int = 16
+
+    def __post_init__(self):
+        """
+        Raises:
+            UserError: there are no codes, or no such window.
+        """
+        if isinstance(self.codes, Plain):
+            raise UserError(
+                f"cache_dtype {self.name}: {self.codes.name} has no codes that a window could "
+                f"stand in for; give {self.codes.name}, or int4w16"
+            )
+        check_whole(f"cache_dtype {self.name}: a window of", self.size, 1)
+
+    @property
+    def name(self) -> str:
+        """As "int4w16"."""
+        return f"{self.codes.name}w{self.size}"
+
+    @property
+    def of_keys(self) -> Codec:
+        return self.codes.of_keys
+
+    @property
+    def of_values(self) -> Codec:
+        return self.codes.of_values
+
+    @property
+    def of_pool(self) -> Codec:
+        return self.codes
+
+    @property
+    def window(self) -> int:
+        return self.size
+
+    def decoding_to(self, dtype: str) -> "Windowed":
+        return Windowed(dtype, self.codes.decoding_to(dtype), self.size)
+
+    def check(self, head_dim: int) -> None:
+        self.codes.check(head_dim)

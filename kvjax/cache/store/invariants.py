@@ -12,7 +12,7 @@ def check_invariants(cache: PagedCache) -> None:
     says, each of another slot; every head owns exactly
     ⌈context_len / b⌉ blocks, at the front of its table row; free blocks carry no metadata; written
     KVs of a head have distinct positions below the sequence's length; nothing is written past a
-    head's context length.
+    head's context length; the rows of a window are of the newest KVs of their heads, each once.
 
     Raises:
         AssertionError: names the violation and where it is.
@@ -67,3 +67,15 @@ def check_invariants(cache: PagedCache) -> None:
     ordered = np.sort(held, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != UNWRITTEN)
     assert not twice.any(), "a head holds two KVs of one position"
+    if cache.window is not None:
+        new, index = np.asarray(cache.window.position), np.asarray(cache.window.index)
+        assert ((new < 0) == (index < 0)).all(), "a row of the window is half there"
+        assert (index < context_len[..., None]).all(), "the window has a KV that is not held"
+        place = np.take_along_axis(held, np.maximum(index, 0), axis=-1)
+        assert (place == new)[index >= 0].all(), "a row of the window is of another KV"
+        ordered = np.sort(new, axis=-1)
+        again = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        assert not again.any(), "the window has a KV twice"
+        oldest = np.where(new < 0, np.iinfo(np.int32).max, new).min(axis=-1, keepdims=True)
+        newer = (held >= oldest).sum(axis=-1)
+        assert (newer == (new >= 0).sum(axis=-1)).all(), "the window misses a newer KV"

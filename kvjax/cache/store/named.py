@@ -1,12 +1,13 @@
 """Codecs by the names that options have for them."""
 
+import re
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.store.affine import Affine
-from kvjax.cache.store.codec import Codec, Pair, Plain, Rounded
+from kvjax.cache.store.codec import Codec, Pair, Plain, Rounded, Windowed
 from kvjax.cache.store.pruned import Pruned
 from kvjax.cache.store.scaled import Companded, Floats, Integers
 from kvjax.checks import shown
@@ -39,15 +40,21 @@ def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DT
     """The codec of a pool: the one that is given, or the one that stores rows in a dtype.
 
     Args:
-        asked: a codec, or the dtype to store; None stores what is computed.
+        asked: a codec or its name, with "w" and a number for a window of so many newest KVs
+            (`Windowed`), or the dtype to store; None stores what is computed.
         computed: dtype of the model's keys and values, and of what is decoded.
 
     Raises:
-        UserError: no codec stores that.
+        UserError: no codec stores that, or it cannot have such a window.
     """
     dtype = jnp.dtype(computed).name
     if isinstance(asked, str):
         asked = NAMED.get(asked, asked)
+    if isinstance(asked, str) and (windowed := re.fullmatch("(.+)w(-?[0-9]{1,9})", asked)):
+        codes, size = windowed.groups()
+        if codes in NAMED or codes in DTYPES:
+            codes = NAMED[codes] if codes in NAMED else Plain(codes)
+            asked = Windowed(dtype, codes, int(size))
     if isinstance(asked, Codec):
         return asked.decoding_to(dtype)
     try:
@@ -56,5 +63,8 @@ def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DT
         stored = None
     if stored not in DTYPES:
         names = ", ".join((*DTYPES, *NAMED))
-        raise UserError(f"cache_dtype {shown(asked)}: give one of {names}, or a codec")
+        raise UserError(
+            f"cache_dtype {shown(asked)}: give one of {names}, or one with a window of its newest "
+            "KVs as they are, as int4w16, or a codec"
+        )
     return Plain(dtype) if stored == dtype else Rounded(dtype, stored)

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
-from kvjax.cache.store.codec import Codec, Plain
+from kvjax.cache.store.codec import Codec, Plain, Windowed
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.pool import KVPool
 from kvjax.cache.store.shard import HeadShard
 from kvjax.cache.store.spec import CacheSpec, Plane
+from kvjax.cache.store.window import KVWindow
 from kvjax.kernels.checks import wanted
 
 UNWRITTEN = -1
@@ -57,6 +58,9 @@ class PagedCache:
     """Owners of each block beside its first; None in a cache that shares nothing."""
     shard: HeadShard | None = None
     """Which of the model's heads these are, where others lie on other devices."""
+    window: KVWindow | None = None
+    """The newest KVs of each head as they were computed, where a codec asks for them
+    (`Windowed`)."""
 
     @property
     def num_slots(self) -> int:
@@ -112,11 +116,14 @@ class PagedCache:
     def spec(self) -> CacheSpec:
         """What is kept of each KV, and in blocks of which size."""
         planes = (Plane(name, x.dtype.name, x.shape[2]) for name, x in self.state.items())
+        codec = self.kv.codec
+        if self.window is not None:
+            codec = Windowed(codec.dtype, codec, self.window.size)
         return CacheSpec(
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
-            self.kv.codec,
+            codec,
             self.block_size,
             tuple(planes),
         )
@@ -167,8 +174,11 @@ def init_cache(
     pool = (num_blocks, block_size)
     codec = codec or Plain(jnp.dtype(dtype).name)
     codec.check(head_dim)
+    window = None
+    if codec.window:
+        window = KVWindow.empty((*heads, codec.window, head_dim), codec.dtype)
     return PagedCache(
-        kv=KVPool.empty(codec, *pool, head_dim),
+        kv=KVPool.empty(codec.of_pool, *pool, head_dim),
         metric=jnp.zeros(pool, jnp.float32),
         position=jnp.full(pool, UNWRITTEN, jnp.int32),
         block_table=jnp.full((*heads, max_blocks_per_head), num_blocks, jnp.int32),
@@ -178,6 +188,7 @@ def init_cache(
         state={plane.name: jnp.zeros((*pool, plane.width), plane.dtype) for plane in planes},
         shared=jnp.zeros(num_blocks, jnp.int32) if sharing else None,
         shard=shard,
+        window=window,
     )
 
 
@@ -250,6 +261,7 @@ def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:
         block_table=jnp.where(chosen[..., None], cache.num_blocks, cache.block_table),
         context_len=jnp.where(chosen, 0, cache.context_len),
         seq_len=jnp.where(slots, 0, cache.seq_len),
+        window=None if cache.window is None else cache.window.without(slots),
     )
 
 

@@ -35,6 +35,10 @@ class HeadShard:
         """The sum over all devices."""
         return jax.lax.psum(x, self.axis)
 
+    def max(self, x: Num[Array, "..."]) -> Num[Array, "..."]:
+        """The largest over all devices."""
+        return jax.lax.pmax(x, self.axis)
+
     def all(self, flag: Bool[Array, "*dims"]) -> Bool[Array, "*dims"]:
         """Whether it is so on every device."""
         return jax.lax.pmin(flag.astype(jnp.int32), self.axis) > 0

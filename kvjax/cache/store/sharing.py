@@ -23,7 +23,8 @@ COPIED_AT_ONCE = 64
 def share(
     cache: PagedCache, source: Int32[Array, ""] | int, target: Int32[Array, ""] | int
 ) -> tuple[PagedCache, Bool[Array, ""]]:
-    """Let an empty slot hold what another one holds. No KV is copied and no block is taken.
+    """Let an empty slot hold what another one holds. No KV of the pool is copied and no block is
+    taken.
 
     Args:
         cache: a cache that shares (donate it).
@@ -56,6 +57,7 @@ def share(
         context_len=copied(cache.context_len),
         seq_len=copied(cache.seq_len),
         shared=owners.at[jnp.where(ok, row, cache.num_blocks)].add(1, mode="drop"),
+        window=None if cache.window is None else cache.window.copied(source, at),
     ), ok
 
 

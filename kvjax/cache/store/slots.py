@@ -39,6 +39,7 @@ def take_slots(
         block_table=table.at[slots].get(mode="fill", fill_value=cache.num_blocks),
         context_len=cache.context_len.at[slots].get(mode="fill", fill_value=0),
         seq_len=cache.seq_len.at[slots].get(mode="fill", fill_value=0),
+        window=None if cache.window is None else cache.window.taken(slots),
     )
 
 
@@ -46,9 +47,13 @@ def put_slots(cache: PagedCache, slots: Int32[Array, " G"], part: PagedCache) ->
     """The cache after a step on `part`, which `take_slots` made of these slots."""
     columns = slice(0, part.max_blocks)
     slots = _present(cache, slots, part.max_blocks)
+    window = part.window
+    if cache.window is not None and window is not None:
+        window = cache.window.put(slots, window)
     return dataclasses.replace(
         part,
         block_table=cache.block_table.at[slots, ..., columns].set(part.block_table, mode="drop"),
         context_len=cache.context_len.at[slots].set(part.context_len, mode="drop"),
         seq_len=cache.seq_len.at[slots].set(part.seq_len, mode="drop"),
+        window=window,
     )

@@ -121,9 +121,17 @@ class CacheSpec:
         return max(0, size - nothing) // (self.pool_bytes(1, sharing) - nothing)
 
     def table_bytes(self, num_slots: int, max_blocks_per_head: int) -> int:
-        """Bytes of the slots: block tables, context lengths and sequence lengths, int32."""
+        """Bytes of the slots: block tables, context lengths and sequence lengths, int32, and
+        windows."""
         entries = self.heads * (max_blocks_per_head + 1) + 1
-        return num_slots * entries * jnp.dtype("int32").itemsize
+        return num_slots * (entries * jnp.dtype("int32").itemsize + self.window_bytes)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a slot's exact newest KVs, held or not, with where each is among its head's."""
+        rows = 2 * Plain(self.codec.dtype).row_bytes(self.head_dim)
+        numbers = 2 * jnp.dtype("int32").itemsize
+        return self.heads * self.codec.window * (rows + numbers)
 
     def scratch_bytes(self, tokens: int) -> int:
         """Bytes of a prompt of so many tokens before it is encoded, with what was observed of it:

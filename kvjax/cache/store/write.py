@@ -101,9 +101,14 @@ def write_prompt(
         (cache.kv, (cache.metric, cache.position, written)),
         (k, v, metric, state, kept_index, old_len, kept_len, table),
     )
+    window = cache.window
+    if window is not None:
+        at = jnp.where(ok, slot, cache.num_slots)
+        window = window.with_prompt(at, k, v, kept_index, kept_len, old_len, start)
     return dataclasses.replace(
         cache,
         kv=kv,
+        window=window,
         metric=metrics,
         position=position,
         state={**cache.state, **written},
@@ -133,7 +138,7 @@ def begin_append(
 
     The new KV counts at once: its position is the sequence's length, its metric 0, and
     `context_len` and `seq_len` grow by one. Its key and value are written layer by layer with
-    `KVPool.write_newest`.
+    `KVPool.write_newest`, and where there is a window with `KVWindow.write_newest`.
 
     Returns:
         The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
@@ -172,8 +177,12 @@ def begin_append(
     def cleared(plane):
         return plane.at[block, length % b].set(0, mode="drop")
 
+    window = cache.window
+    if window is not None:
+        window = window.begun(grows, position, length)
     return dataclasses.replace(
         cache,
+        window=window,
         block_table=table,
         context_len=length + grows,
         seq_len=cache.seq_len + runs[:, 0, 0],
@@ -201,8 +210,16 @@ def append(
     check_shape("k", k, row)
     check_shape("v", v, row)
     cache, ok = begin_append(cache, active)
+    window, num_layers = cache.window, cache.num_layers
+    if window is not None:
+        window = window.write_newest(
+            jnp.arange(num_layers),
+            jnp.where((active & ok)[:, None, None], cache.context_len, 0),
+            jnp.swapaxes(k, 0, 1),
+            jnp.swapaxes(v, 0, 1),
+        )
     # All layers at once: (slot, layer) takes the part of the slot.
-    num_slots, num_layers = cache.context_len.shape[:2]
+    num_slots = cache.num_slots
 
     def merged(x):
         return x.reshape(num_slots * num_layers, *x.shape[2:])
@@ -214,4 +231,4 @@ def append(
         merged(jnp.swapaxes(v, 0, 1)),
         jnp.repeat(active & ok, num_layers),
     )
-    return dataclasses.replace(cache, kv=kv), ok
+    return dataclasses.replace(cache, kv=kv, window=window), ok

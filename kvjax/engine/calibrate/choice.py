@@ -25,11 +25,14 @@ from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs, smallest
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.score import Artefacts
-from kvjax.cache.store import blocks_for
+from kvjax.cache.store import HeadShard, blocks_for, summed
 from kvjax.engine.calibrate.fit import EXTRAS, Sums
 from kvjax.engine.dense import dense_pass
+from kvjax.engine.parallel import SAME
+from kvjax.engine.spread import by_heads
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
+from kvjax.models.parallel import deal, own_share
 
 BLOCK_SIZE = 16
 """Of the cache that is trained for: the engine's default."""
@@ -118,6 +121,10 @@ class Studied:
     """Of each next token, with the full cache."""
 
 
+STUDIED = Studied(SAME, by_heads(2), by_heads(2), *(SAME,) * 4)  # type: ignore[arg-type]
+"""How it lies on several devices."""
+
+
 def study(
     config: ModelConfig,
     params: nnx.State,
@@ -153,19 +160,28 @@ def loss(
     params: nnx.State,
     of: Studied,
     blocks: Int32[Array, ""],
+    shard: HeadShard | None = None,
 ) -> Float[Array, ""]:
     """Mean KL(full ‖ compressed) of the tokens that count, with so many blocks of context.
 
-    Its gradient by `change` is that of the choice; see above.
+    Its gradient by `change` is that of the choice; see above. With a shard, of all devices' heads:
+    what is trained has all of them on each device, which takes its own.
     """
-    scores = predictions(fitted.arrays(change), of.hidden, of.k, of.v)
-    stays, price = kept(lax.stop_gradient(scores), of.length, blocks)
+    arrays = fitted.arrays(change)
+    if shard is not None:
+        axes = BLIND.head_axes
+        arrays = {name: deal(x, axes[name].axis, shard.number) for name, x in arrays.items()}
+    scores = predictions(arrays, of.hidden, of.k, of.v)
+    stays, price = kept(lax.stop_gradient(scores), of.length, blocks, shard=shard)
     position = jnp.arange(scores.shape[-1])
     free = (position >= METHOD.sinks) & (position < of.length - METHOD.protected)
+    if shard is not None:
+        free = free & shard.present[..., None]
     away = (scores - price) / SOFTNESS
     # Nothing can be gained by all of them together: the price goes with them.
     slope = lax.stop_gradient(jax.nn.sigmoid(away) * jax.nn.sigmoid(-away) * free)
-    common = jnp.sum(slope * scores) / jnp.maximum(jnp.sum(slope), 1e-12)
+    common, slopes = (summed(shard, jnp.sum(x)) for x in (slope * scores, slope))
+    common = common / jnp.maximum(slopes, 1e-12)
     soft = free * jax.nn.sigmoid(away - (common - lax.stop_gradient(common)) / SOFTNESS)
     weight = stays + soft - lax.stop_gradient(soft)
     last = behind(config, params, of.k, of.v, weight, of.length, of.said)
@@ -196,24 +212,27 @@ def kept(
     length: Int32[Array, ""],
     blocks: Int32[Array, ""],
     method: Method = METHOD,
+    shard: HeadShard | None = None,
 ) -> tuple[Float[Array, "L H T"], Float[Array, ""]]:
     """1 for the KVs of a prompt that stay with so many blocks, else 0; and the price of a block.
 
-    The price is the largest score that goes.
+    The price is the largest score that goes. With a shard, of the blocks of all devices' heads.
     """
     num_layers, num_heads, num_tokens = scores.shape
     heads = (num_layers, num_heads)
     position = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), scores.shape)
     held, seen = jnp.full(heads, length, jnp.int32), jnp.full(heads, length, jnp.int32)
-    shape = (*heads, BLOCK_SIZE)
+    shape = (num_layers, num_heads if shard is None else shard.total, BLOCK_SIZE)
+    if shard is not None:
+        held = jnp.where(shard.present, held, 0)
     budget = Budget.of(blocks, length, method.protected, method.protected_share, shape)
     ranks, _ = eviction_scores(method, scores, {}, position, held, seen, budget.protected)
     cost = block_costs(ranks, held, BLOCK_SIZE)
     costs = BlockCosts(cost, blocks_for(held, BLOCK_SIZE), jnp.zeros(heads), same_in_layer=False)
-    given = decide(method, costs, held, budget, NOTHING)
+    given = decide(method, costs, held, budget, NOTHING, shard)
     gone = smallest(ranks, given.count, given.threshold)
-    stays = ~gone & (position < length)
-    return stays.astype(jnp.float32), jnp.max(given.threshold)
+    stays, price = ~gone & (position < held[..., None]), jnp.max(given.threshold)
+    return stays.astype(jnp.float32), price if shard is None else shard.max(price)
 
 
 def _log_p(
@@ -264,7 +283,8 @@ def behind(
         out = jnp.einsum("nhrqp,phd->nqhrd", held, held_v.astype(jnp.float32))
         out = out + jnp.einsum("nhrqp,nphd->nqhrd", own, own_v.astype(jnp.float32))
         out = out / jnp.moveaxis(total, 3, 1)[..., None]
-        return carry, out.reshape(num_said, num_tokens, -1, q.shape[-1]).astype(own_v.dtype), ()
+        out = out.reshape(num_said, num_tokens, -1, q.shape[-1]).astype(own_v.dtype)
+        return carry, own_share(config, out), ()
 
     positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, said.shape)

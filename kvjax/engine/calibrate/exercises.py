@@ -63,7 +63,8 @@ class Exercise:
         for row, (ids, first) in enumerate(zip(self.said, self.first)):
             ids = ids[: shape[1]]
             said[row, : len(ids)] = ids
-            counted[row, first : len(ids) - 1] = True
+            # Behind the last token, too: there the model says whether it is done.
+            counted[row, first : len(ids)] = True
         return context, np.int32(len(self.context)), said, counted
 
 

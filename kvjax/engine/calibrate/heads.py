@@ -8,7 +8,6 @@ of a query's token, an induction head what followed them.
 import dataclasses
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -16,11 +15,14 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.methods.razor_attention import RETRIEVAL_HEAD
 from kvjax.checks import check_whole
+from kvjax.engine.parallel import SAME
+from kvjax.engine.spread import Spread, by_heads
 from kvjax.errors import UserError
 from kvjax.kernels import prefill_attention_with_log_sum
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward
+from kvjax.models.parallel import own_share
 
 ECHO_SHARE, INDUCTION_SHARE = 0.01, 0.14
 """Shares of all heads that are retrieval heads by the one and by the other."""
@@ -67,8 +69,10 @@ def retrieval_heads(model: LoadedModel, probe: Probe = Probe()) -> dict[str, np.
     """
     config = model.config
     ids = probe.drawn(config)
-    step = jax.jit(partial(reads_of_copies, config, period=len(ids) // probe.copies))
-    echo, induction = (np.asarray(x) for x in step(model.params, ids))
+    spread = Spread(model)
+    read = partial(reads_of_copies, spread.config, period=len(ids) // probe.copies)
+    step = spread.jitted(read, (spread.specs(model.params), SAME), by_heads(1))
+    echo, induction = spread.on_host(step(model.params, ids))
     return {RETRIEVAL_HEAD: order(echo, induction)}
 
 
@@ -89,7 +93,7 @@ def reads_of_copies(
 
     def attend(carry, layer, q, k, v, hidden):
         out, log_sum = prefill_attention_with_log_sum(q[0], k[0], v[0])
-        return carry, out[None], _reads(q[0], k[0], log_sum, period)
+        return carry, own_share(config, out)[None], _reads(q[0], k[0], log_sum, period)
 
     position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     _, _, (echo, induction) = forward(config, params, tokens[None], position[None], attend, ())

@@ -7,7 +7,6 @@ of a text. How many of these a head has differs twentyfold, and changes with the
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -16,6 +15,8 @@ from jaxtyping import Array, Float, Int32
 from kvjax.cache.methods.predicted_reads import EXTRA, WEIGHT
 from kvjax.engine.calibrate.choice import predictions
 from kvjax.engine.dense import dense_pass
+from kvjax.engine.parallel import SAME
+from kvjax.engine.spread import Spread, by_heads
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
 
@@ -39,14 +40,16 @@ def head_load(
         prompts: the tokens of some texts [T], int32.
         progress: called before each text.
     """
-    step = jax.jit(functools.partial(_foretold, model.config))
-    fitted = {name: jnp.asarray(arrays[name]) for name in (WEIGHT, EXTRA)}
+    spread = Spread(model)
+    fitted = spread.artefacts({name: jnp.asarray(arrays[name]) for name in (WEIGHT, EXTRA)})
+    specs = *spread.specs((model.params, fitted)), SAME
+    step = spread.jitted(functools.partial(_foretold, spread.config), specs, by_heads(1))
     room = -(-max(map(len, prompts)) // 64) * 64
     stay: np.ndarray | int = 0
     for number, ids in enumerate(prompts):
         progress("counting what heads keep", number, len(prompts))
-        found = step(model.params, fitted, np.pad(ids, (0, room - len(ids))))
-        stay = stay + kept_of(np.asarray(found)[..., : len(ids)])
+        found = spread.on_host(step(model.params, fitted, np.pad(ids, (0, room - len(ids)))))
+        stay = stay + kept_of(found[..., : len(ids)])
     return (stay / np.mean(stay, axis=(0, 1))).astype(np.float32)
 
 

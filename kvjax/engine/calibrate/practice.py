@@ -12,18 +12,23 @@ import numpy as np
 import optax
 from jaxtyping import Float
 
-from kvjax.engine.calibrate.choice import BLOCK_SIZE, Change, Fitted, loss, study
+from kvjax.engine.calibrate.choice import BLOCK_SIZE, STUDIED, Change, Fitted, Studied, loss, study
 from kvjax.engine.calibrate.exercises import exercise
 from kvjax.engine.calibrate.state import load, save
+from kvjax.engine.parallel import SAME
+from kvjax.engine.spread import Spread
 from kvjax.models import LoadedModel
 
-RATES = (8, 40)
+RATES = (3, 40)
 """Compression rates that are trained for."""
-CHECKED: tuple[int, ...] = (8, 16, 32)
+CHECKED: tuple[int, ...] = (4, 8, 16, 32)
 """Rates that the held-out exercises are looked at with."""
 HELD_OUT = 8
 """Exercises that are not trained on; they are made of other facts."""
 FIRST_HELD_OUT = 1_000_000
+AVERAGED = 0.02
+"""Share of the newest step in the running mean of what is trained, which is returned: single
+steps, of one context each, wander (Polyak & Juditsky 1992)."""
 SAVE_EVERY = 8
 """Exercises between two states on disk."""
 
@@ -61,25 +66,48 @@ class _At:
     """How far a training is."""
 
     change: Change
+    mean: Change
+    """Running mean of the change over the steps."""
     moments: Any
     before: dict[int, float]
     done: int = 0
 
     def save(self, path: Path, key: str) -> None:
-        leaves = {f"moment/{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.moments))}
+        arrays = {f"moment/{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.moments))}
+        for part in ("change", "mean"):
+            arrays |= {f"{part}/{name}": x for name, x in getattr(self, part)._asdict().items()}
         before = np.array([self.before[rate] for rate in CHECKED])
-        save(path, key, {**self.change._asdict(), **leaves, "before": before, "done": self.done})
+        save(path, key, {**arrays, "before": before, "done": self.done})
 
     @classmethod
     def load(cls, path: Path | None, key: str, init: Callable[[Change], Any]) -> "_At | None":
         arrays = load(path, key)
         if arrays is None:
             return None
-        change = Change(*(jnp.asarray(arrays[name]) for name in Change._fields))
+        change, mean = (
+            Change(*(jnp.asarray(arrays[f"{part}/{name}"]) for name in Change._fields))
+            for part in ("change", "mean")
+        )
         leaves, structure = jax.tree.flatten(jax.eval_shape(init, change))
         moments = [jnp.asarray(arrays[f"moment/{i}"], x.dtype) for i, x in enumerate(leaves)]
         before = dict(zip(CHECKED, arrays["before"].tolist()))
-        return cls(change, jax.tree.unflatten(structure, moments), before, int(arrays["done"]))
+        moments = jax.tree.unflatten(structure, moments)
+        return cls(change, mean, moments, before, int(arrays["done"]))
+
+
+def passes_of(model: LoadedModel) -> tuple[Callable[..., Studied], Callable[..., Any]]:
+    """`study`, jitted, and `loss`, to be jitted, on the model's devices; without configuration and
+    shard."""
+    spread = Spread(model)
+    weights, shard = spread.specs(model.params), spread.shard
+    specs = (SAME, SAME, weights, STUDIED, SAME)
+    look = spread.jitted(functools.partial(study, spread.config), (weights, *(SAME,) * 4), STUDIED)
+    if shard is None:
+        return look, functools.partial(loss, spread.config)
+    of_shard = spread.mapped(
+        functools.partial(loss, spread.config), (*specs, spread.specs(shard)), SAME
+    )
+    return look, lambda *args: of_shard(*args, shard)
 
 
 def practise(
@@ -114,12 +142,16 @@ def practise(
         optax.clip_by_global_norm(1.0),
         optax.adam(optax.cosine_decay_schedule(practice.step, steps, 0.05), b2=0.98),
     )
-    look = jax.jit(functools.partial(study, config))
-    weigh = jax.jit(functools.partial(loss, config))
+    look, lost = passes_of(model)
+    weigh = jax.jit(lost)
+
+    @jax.jit
+    def nearer(mean, change):
+        return optax.incremental_update(change, mean, AVERAGED)
 
     @jax.jit
     def learn(change, moments, *rest):
-        value, slope = jax.value_and_grad(functools.partial(loss, config))(change, *rest)
+        value, slope = jax.value_and_grad(lost)(change, *rest)
         found, after = adam.update(slope, moments)
         # A step that is no number teaches nothing.
         good = jnp.isfinite(value) & jnp.isfinite(optax.tree.norm(slope))
@@ -148,26 +180,35 @@ def practise(
                 found[rate].append(float(value))
         return {rate: float(np.mean(values)) for rate, values in found.items()}
 
+    # What another release was in the middle of is begun anew.
+    key = f"{key} {RATES} {CHECKED} {AVERAGED}"
     at = _At.load(state, key, adam.init)
     if at is None:
         none = Change.none(config)
-        at = _At(none, adam.init(none), checked(none, 0))
+        at = _At(none, none, adam.init(none), checked(none, 0))
     while at.done < total:
         progress("training the choice", HELD_OUT + at.done, total + 2 * HELD_OUT)
         of, length = studied(at.done)
-        rng = np.random.default_rng((17, at.done))
-        for exponent in rng.uniform(np.log(RATES[0]), np.log(RATES[1]), practice.rates_each):
-            keep = blocks(length, float(np.exp(exponent)))
+        for rate in drawn_rates(at.done, practice.rates_each):
+            keep = blocks(length, rate)
             at.change, at.moments = learn(at.change, at.moments, fitted, model.params, of, keep)
+            at.mean = nearer(at.mean, at.change)
         at.done += 1
         if state is not None and at.done % SAVE_EVERY == 0:
             at.save(state, key)
-    after = checked(at.change, HELD_OUT + total)
+    after = checked(at.mean, HELD_OUT + total)
     if np.mean([*after.values()]) < np.mean([*at.before.values()]):
-        changed = fitted.changed(at.change)
+        changed = fitted.changed(at.mean)
         weight, extra = (np.asarray(x, np.float32) for x in changed)
     else:
         weight, extra, after = np.asarray(fitted.weight), np.asarray(fitted.extra), at.before
     if state is not None:
         state.unlink(missing_ok=True)
     return Practised(weight, extra, at.before, after)
+
+
+def drawn_rates(number: int, count: int) -> list[float]:
+    """The rates of exercise `number`: one of each part of `RATES`, parts alike by logarithm."""
+    at = (np.arange(count) + np.random.default_rng((17, number)).uniform(size=count)) / count
+    low, high = np.log(RATES)
+    return np.exp(low + (high - low) * at).tolist()

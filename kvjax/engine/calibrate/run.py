@@ -1,6 +1,7 @@
 """A calibration from texts to arrays: teach, add up, fit, check on texts that were held out."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -8,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -33,8 +33,10 @@ from kvjax.engine.calibrate.fit import (
 from kvjax.engine.calibrate.loads import head_load
 from kvjax.engine.calibrate.practice import Practice, Practised, practise
 from kvjax.engine.calibrate.state import load, save
-from kvjax.engine.calibrate.teacher import Lesson, lesson
-from kvjax.engine.repeat import repeat_artefacts, request_tokens
+from kvjax.engine.calibrate.teacher import LESSON, Lesson, lesson
+from kvjax.engine.parallel import SAME
+from kvjax.engine.repeat import request_tokens
+from kvjax.engine.spread import Spread
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 
@@ -146,8 +148,7 @@ def calibrate(
     teach = _teacher(model, settings, -(-settings.references // len(prompts)))
     for number in range(learned.done, len(prompts)):
         progress("calibrating", number, len(prompts))
-        of = jax.device_get(teach(prompts[number], number))
-        learned.add(number, of, len(prompts[number]))
+        learned.add(number, teach(prompts[number], number), len(prompts[number]))
         if kept is not None and learned.done % SAVE_EVERY == 0:
             learned.save(kept, key)
     progress("fitting", len(prompts), len(prompts))
@@ -203,11 +204,14 @@ def _prompts(
 def _teacher(
     model: LoadedModel, settings: CalibrationSettings, references: int
 ) -> Callable[[np.ndarray, int], Lesson]:
-    """What makes the lesson of a text and its number, with the queries of so many tokens."""
+    """What makes the lesson of a text and its number, on the host, with the queries of so many
+    tokens."""
     request = request_tokens(model.tokenizer)
     scorer = Repeated(first=len(request), plus=True)
-    step = jax.jit(lesson, static_argnums=(0, 1))
-    artefacts = repeat_artefacts(model.config, model.params)
+    spread = Spread(model)
+    artefacts = spread.repeat_artefacts()
+    specs = *spread.specs((model.params, artefacts)), *(SAME,) * 5
+    step = spread.jitted(functools.partial(lesson, spread.config, scorer), specs, LESSON)
     room = -(-settings.tokens // 64) * 64
     room_again = -(-(settings.tokens + len(request)) // 64) * 64
 
@@ -217,11 +221,11 @@ def _teacher(
     def teach(ids: np.ndarray, number: int) -> Lesson:
         order = np.random.default_rng((7, number)).permutation(np.arange(FIRST, len(ids)))
         again = np.concatenate([np.asarray(request, np.int32), ids])
-        return step(
-            model.config, scorer, model.params, artefacts,
+        return spread.on_host(step(
+            model.params, artefacts,
             padded(ids, room), np.int32(len(ids)), padded(again, room_again), np.int32(len(again)),
             np.resize(order, references).astype(np.int32),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     return teach
 

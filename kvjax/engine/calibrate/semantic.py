@@ -19,14 +19,18 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.methods.compresskv import LAYER_ERROR, SEMANTIC_HEAD, SemanticHeads
 from kvjax.cache.policy import LayerView
+from kvjax.cache.store import HeadShard, summed
 from kvjax.checks import check_number, check_whole
 from kvjax.engine.calibrate.exercises import drawn_fact, turn_of
 from kvjax.engine.calibrate.generated import Draw
+from kvjax.engine.parallel import SAME
+from kvjax.engine.spread import Spread, by_heads
 from kvjax.errors import UserError
 from kvjax.kernels import prefill_attention
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import forward, logits
+from kvjax.models.parallel import deal, own_share
 from kvjax.models.tokenizer import Tokenizer
 
 ANSWER = 32
@@ -107,16 +111,23 @@ def semantic_heads(
     """
     config = model.config
     tokens = min(facts.tokens, config.max_position_embeddings)
-    read, lost = (jax.jit(partial(step, config)) for step in (reads_of_fact, errors_with_few))
+    spread = Spread(model)
+    weights = spread.specs(model.params)
+    said = (weights, SAME, SAME, SAME), (SAME, by_heads(1))
+    off = (weights, SAME, SAME, SAME, SAME, spread.specs(spread.shard)), SAME
+    read, lost = (
+        spread.jitted(partial(step, spread.config), *lies)
+        for step, lies in ((reads_of_fact, said), (errors_with_few, off))
+    )
     masses, runs = [], []
     for number in range(facts.number):
         run = asked(model.tokenizer, texts[number % len(texts)], number, tokens)
-        likeliest, mass = read(model.params, run.tokens, run.fact, run.first)
+        likeliest, mass = spread.on_host(read(model.params, run.tokens, run.fact, run.first))
         size = len(run.answer)
-        right = np.asarray(likeliest)[:size] == run.answer
+        right = likeliest[:size] == run.answer
         copied = right & np.isin(run.answer, run.tokens[slice(*run.fact)])
         if np.mean(right) > facts.recall and copied.any():
-            masses.append(np.asarray(mass)[..., :size][..., copied].mean(axis=-1))
+            masses.append(mass[..., :size][..., copied].mean(axis=-1))
             runs.append(run)
     if not runs:
         raise UserError(
@@ -124,7 +135,9 @@ def semantic_heads(
             "cannot be found, and compresskv is not for it"
         )
     found = np.mean(masses, axis=0).astype(np.float32)
-    errors = [lost(model.params, r.tokens, r.first, len(r.answer), found) for r in runs]
+    errors = [
+        lost(model.params, r.tokens, r.first, len(r.answer), found, spread.shard) for r in runs
+    ]
     return {SEMANTIC_HEAD: found, LAYER_ERROR: np.mean(errors, axis=0).astype(np.float32)}
 
 
@@ -151,7 +164,8 @@ def reads_of_fact(
         place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         inside = (place >= fact[0]) & (place < fact[1])
         mass = jnp.sum(jnp.where(inside, weights, 0), axis=-1)
-        return carry, prefill_attention(q[0], k[0], v[0])[None], mass
+        out = prefill_attention(own_share(config, q[0]), k[0], v[0])
+        return carry, out[None], mass
 
     position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     last, _, mass = forward(config, params, tokens[None], position[None], attend, ())
@@ -166,28 +180,38 @@ def errors_with_few(
     first: Int32[Array, ""],
     count: Int32[Array, ""],
     semantic: Float[Array, "L Hr"],
+    shard: HeadShard | None = None,
 ) -> Float[Array, " L"]:
     """By how much attention is off in each layer whose heads hold `FEW` KVs of a prompt.
 
     ‖out − out with few‖ / ‖out‖ over the answer's queries and all heads, each layer by itself. The
     KVs are those that `SemanticHeads` chooses. Arguments as of `reads_of_fact`; `count` tokens of
-    the answer, and the array `SEMANTIC_HEAD`.
+    the answer, the array `SEMANTIC_HEAD`, and which heads this is of where several devices
+    have some each.
     """
     at = first - 1 + jnp.arange(ANSWER, dtype=jnp.int32)
     scorer, size = SemanticHeads(), tokens.shape[0]
+    heads = config.num_kv_heads if shard is None else shard.total
+    counts = jax.vmap(lambda how: scorer.counts(how, heads))(semantic)
+    if shard is not None:
+        groups = counts.reshape(len(counts), heads, -1)
+        counts = deal(groups, 1, shard.number).reshape(len(counts), -1)
 
     def attend(carry, layer, q, k, v, hidden):
         view = LayerView(layer, q[0], k[0], first, jnp.int32(0), v=v[0])
-        metric = scorer.score(view, {SEMANTIC_HEAD: semantic[layer]}).metric
-        few = kept(jnp.mean(metric, axis=0), first, scorer.window or size)
+        metric = summed(shard, jnp.sum(scorer.weighed(view, counts[layer]), axis=0))
+        few = kept(metric / heads, first, scorer.window or size)
         queries = q[0].at[at].get(mode="clip")
         whole, part = (
             outputs(attention(queries, k[0], at, seen), v[0])
             for seen in (jnp.ones(size, bool), few)
         )
-        counts = (jnp.arange(ANSWER) < count)[:, None, None]
-        off, all_ = (jnp.sum(jnp.where(counts, x, 0) ** 2) for x in (whole - part, whole))
-        return carry, prefill_attention(q[0], k[0], v[0])[None], jnp.sqrt(off / all_)
+        inside = (jnp.arange(ANSWER) < count)[:, None, None]
+        off, all_ = (
+            summed(shard, jnp.sum(jnp.where(inside, x, 0) ** 2)) for x in (whole - part, whole)
+        )
+        out = prefill_attention(own_share(config, q[0]), k[0], v[0])
+        return carry, out[None], jnp.sqrt(off / all_)
 
     position = jnp.arange(size, dtype=jnp.int32)
     return forward(config, params, tokens[None], position[None], attend, ())[2]

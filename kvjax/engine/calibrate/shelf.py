@@ -74,7 +74,7 @@ def make(model: LoadedModel, progress: Progress = lambda what, done, total: None
         # Minutes on a CPU, seconds elsewhere.
         exercises=0 if jax.default_backend() == "cpu" else QUICK_EXERCISES,
     )
-    fit = calibrate(model.whole(), default_texts(QUICK), settings, progress=progress)
+    fit = calibrate(model, default_texts(QUICK), settings, progress=progress)
     path = shelved(fit.calibration.model_hash)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,10 @@ from kvjax.cache.policy import LayerView, Scores
 from kvjax.cache.policy.rotary import sizes, turned_back
 from kvjax.engine.calibrate.fit import FIRST
 from kvjax.engine.dense import dense_pass
+from kvjax.engine.parallel import SAME
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.repeat import repeat
+from kvjax.engine.spread import by_heads
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import rope_frequencies
 
@@ -42,6 +44,10 @@ class Lesson:
     """Norms of their pairs, summed likewise."""
     reference: Float[Array, "L n Hr d"]
     """Those of n tokens."""
+
+
+LESSON = Lesson(SAME, *(by_heads(1),) * 6, by_heads(2))  # type: ignore[arg-type]
+"""How it lies on several devices."""
 
 
 def lesson(

@@ -13,6 +13,7 @@ from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
 from kvjax.kernels.encoded import Encoded, form_of
 from kvjax.kernels.paged_attention import reference, spec
+from kvjax.kernels.paged_attention.exact import ExactKVs
 from kvjax.kernels.paged_attention.worklist import WorkList
 
 PREFETCHING = "mosaic_gpu_prefetch"
@@ -36,6 +37,7 @@ def paged_attention(
     return_metric: bool = False,
     power: int = 2,
     observed: Bool[Array, " S"] | None = None,
+    exact: ExactKVs | None = None,
     implementation: str | None = None,
     work: WorkList | None = None,
     debug: bool | None = None,
@@ -54,6 +56,7 @@ def paged_attention(
             (KV-Compress, equation 20). A block may then belong to one head only.
         power: 1 or 2 (static).
         observed: sequences whose metrics are added to; all by default.
+        exact: rows that are read in place of what the pool has of the same KVs.
         implementation: "mosaic_gpu" (Hopper), its variants "mosaic_gpu_prefetch" and
             "mosaic_gpu_interleaved" (`interleave` makes the one pool that is both `k` and `v`),
             "tpu" or "xla"; None picks by device and shape (`kvjax.kernels.explain` says which and
@@ -71,10 +74,11 @@ def paged_attention(
     }  # fmt: skip
     chosen = choice(
         q, k, v, block_table, context_len,
-        scale=scale, implementation=implementation, **statistic,
+        scale=scale, implementation=implementation, exact=exact, **statistic,
     )  # fmt: skip
     return _attend(
-        chosen, q, k, v, block_table, context_len, work=work, debug=debug, **statistic
+        chosen, q, k, v, block_table, context_len,
+        exact=exact, work=work, debug=debug, **statistic,
     )[1]  # fmt: skip
 
 
@@ -136,6 +140,7 @@ def _attend(
     return_metric: bool = False,
     power: int = 2,
     observed: Array | None = None,
+    exact: ExactKVs | None = None,
     work: WorkList | None = None,
     debug: bool | None = None,
     **_: Any,
@@ -153,7 +158,7 @@ def _attend(
         pools = (k, v)
     metric = metric if return_metric else None
     arguments: tuple[Any, ...] = (q, k, v, block_table, context_len)
-    statistic = {"metric": metric, "power": power, "observed": observed}
+    statistic = {"metric": metric, "power": power, "observed": observed, "exact": exact}
     if chosen.name in ON_HOPPER:
         from kvjax.kernels.paged_attention import mosaic_gpu
 
@@ -184,6 +189,7 @@ def choice(
     return_metric: bool = False,
     power: int = 2,
     observed=None,
+    exact=None,
     implementation: str | None = None,
     **_,
 ) -> Choice:
@@ -192,7 +198,8 @@ def choice(
         raise ValueError("metric: got None, wanted the pool of metrics for return_metric=True")
     shape = spec.checked(q, k, v, block_table, context_len, metric if return_metric else None)
     spec.check_statistic(power, observed, shape)
-    return _choose(shape, q, scale, return_metric, implementation)
+    spec.check_exact(exact, shape)
+    return _choose(shape, q, scale, return_metric, implementation, exact is not None)
 
 
 paged_attention.choice = choice  # type: ignore[attr-defined]
@@ -204,6 +211,7 @@ def _choose(
     scale: float | None,
     return_metric: bool,
     implementation: str | None,
+    exact: bool = False,
 ) -> Choice:
     scale = 1 / math.sqrt(shape.head_dim) if scale is None else scale
 
@@ -212,14 +220,15 @@ def _choose(
             raise NotImplementedError(f"device {where.kind} (wanted: compute capability 9.0)")
         from kvjax.kernels.paged_attention import mosaic_gpu
 
-        return mosaic_gpu.config(shape, scale=scale, keep_logits=return_metric, cores=where.cores)
+        options = {"keep_logits": return_metric, "exact": exact, "cores": where.cores}
+        return mosaic_gpu.config(shape, scale=scale, **options)
 
     def tpu(where: Device):
         if where.platform != "tpu":
             raise NotImplementedError(f"device {where.kind}")
         from kvjax.kernels.paged_attention import tpu
 
-        return tpu.config(shape, scale=scale, keep_logits=return_metric)
+        return tpu.config(shape, scale=scale, keep_logits=return_metric, exact=exact)
 
     def xla(where: Device):
         # Elsewhere every round of a loop is a launch, and unused lanes are cheap.

@@ -12,9 +12,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.kernels.encoded import Encoded, form_of, turned
 from kvjax.kernels.paged_attention import mosaic_gpu_finish as finishing
 from kvjax.kernels.paged_attention import worklist
-from kvjax.kernels.paged_attention.mosaic_gpu_attend import attend
+from kvjax.kernels.paged_attention.exact import ExactKVs, Piece, piece_of
+from kvjax.kernels.paged_attention.mosaic_gpu_attend import LOWEST, attend
 from kvjax.kernels.paged_attention.mosaic_gpu_codes import FORMS, Form
-from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, TILE, Config
+from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, SUM_ROWS, TILE, Config
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 from kvjax.kernels.paged_attention.worklist import WorkList
 
@@ -25,9 +26,11 @@ RESERVED = 4 * 1024
 MAX_STAGES = 8
 
 
-def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int) -> Config:
-    """The kernel instance that serves a shape: two programs per multiprocessor, or one for rows of
-    float32, with as many tiles in flight as fit.
+def config(
+    shape: Shape, *, scale: float, keep_logits: bool, cores: int, exact: bool = False
+) -> Config:
+    """The kernel instance that serves a shape, with exact KVs beside the pool or without: two
+    programs per multiprocessor, or one for rows of float32, with as many tiles in flight as fit.
 
     Raises:
         NotImplementedError: no instance does, with the reason.
@@ -45,6 +48,7 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, cores: int) -> Conf
         programs=per_core * cores,
         scale=scale * LOG2E,
         keep_logits=keep_logits,
+        exact=exact,
         forms=forms,
     )
     if keep_logits and _num_tiles(shape) * TILE >= 2**31:
@@ -103,6 +107,17 @@ def _operands(q: Float[Array, "rows r d"], c: Config) -> Float[Array, "rows part
     return jnp.stack([high, low], axis=1)
 
 
+def _begun(piece: Piece, c: Config) -> Float[Array, "rows n R"]:
+    """What heads begin with; see `Config.begun_rows`."""
+    of_channels = jnp.swapaxes(piece.out * c.unit, 1, 2)
+    ranges = [of_channels[:, first : first + count] for first, count in c.channels]
+    top = jnp.maximum(piece.top * LOG2E, LOWEST)
+    sums = jnp.pad(jnp.stack([top, piece.total], axis=1), ((0, 0), (0, SUM_ROWS - 2), (0, 0)))
+    begun = jnp.concatenate([*ranges, sums], axis=1)
+    padding = (0, 0), (0, 0), (0, c.padded_group - c.group)
+    return jnp.pad(begun, padding, constant_values=1)
+
+
 def append_and_attend(
     q: Float[Array, "S Hr d"],
     new_k: Float[Array, "S H d"],
@@ -155,6 +170,7 @@ def paged_attention(
     metric: Float[Array, "N b"] | None = None,
     power: int = 2,
     observed: Bool[Array, " S"] | None = None,
+    exact: ExactKVs | None = None,
     work: WorkList | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
@@ -170,7 +186,7 @@ def paged_attention(
         pools = [k.codes.stored, v.codes.stored, k.codes.scale, v.codes.scale]
     return _attend(
         q, k, v, block_table, context_len, c=c, queries=queries, newest=None, pools=pools,
-        metric=metric, power=power, observed=observed, work=work, interpret=interpret,
+        metric=metric, power=power, observed=observed, exact=exact, work=work, interpret=interpret,
     )  # fmt: skip
 
 
@@ -188,6 +204,7 @@ def _attend(
     metric: Array | None = None,
     power: int = 2,
     observed: Array | None = None,
+    exact: ExactKVs | None = None,
     work: WorkList | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array | None]:
@@ -203,6 +220,11 @@ def _attend(
             f"and {TILE}: plan with the arguments of the call"
         )
     table = block_table.reshape(rows, max_blocks)
+    beside, begun = None, []
+    if exact is not None:
+        beside = piece_of(q, exact, v, context_len, c.scale / LOG2E)
+        tiles = -(-max_blocks * c.block_size // TILE)
+        begun = [beside.words(tiles * TILE), _begun(beside, c)]
     call = functools.partial(
         plgpu.kernel,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -228,8 +250,9 @@ def _attend(
         given, written = refs[: 4 + len(pools)], list(refs[4 + len(pools) :])
         scales = () if len(pools) > 2 else (None, None)
         rows_given = None if newest is None else written.pop(0)
+        of_exact = (written.pop(0), written.pop(0)) if begun else (None, None)
         kept = () if c.keep_logits else (None, None)
-        attend(*[*given, *scales, rows_given, *written, *kept], **scratch, c=c)
+        attend(*[*given, *scales, rows_given, *of_exact, *written, *kept], **scratch, c=c)
 
     out, part, part_lse, *kept = call(
         attend_body,
@@ -240,17 +263,19 @@ def _attend(
         thread_name="thread",
         scratch_types=c.attend_scratch(),
         kernel_name="paged_attention",
-    )(work.heads, work.spans, table, queries, *pools, *([] if newest is None else [newest]))
+    )(work.heads, work.spans, table, queries, *pools, *([] if newest is None else [newest]), *begun)
     # Written head by head: shared ones are still missing.
-    out_ref, statistic, metric_ref = jax.new_ref(out), [], None
+    out_ref, statistic, metric_ref, lse_ref = jax.new_ref(out), [], None, None
     if metric is not None:
         lse, logits = kept
         metric_ref = jax.new_ref(metric)
+        if beside is not None:
+            lse = lse_ref = jax.new_ref(lse)
         statistic = [table, logits.reshape(c.group, -1, c.block_size), lse, metric_ref]
         if observed is not None:
             statistic.append(jnp.repeat(observed.astype(jnp.int32), num_heads))
     call(
-        functools.partial(finishing.finish, c=c, power=power),
+        functools.partial(finishing.finish, c=c, power=power, complete=beside is not None),
         out_type=(),
         grid=finishing.grid(c),
         grid_names=("program", "worker"),
@@ -258,4 +283,8 @@ def _attend(
         kernel_name="paged_attention_finish",
     )(work.heads, work.spans, part, part_lse, out_ref, *statistic)
     metric = None if metric_ref is None else jax.freeze(metric_ref)
+    if metric is not None and beside is not None and lse_ref is not None:
+        log_total = jax.freeze(lse_ref)[:, : c.group] / LOG2E
+        touched = None if observed is None else jnp.repeat(observed, num_heads)
+        metric = beside.received(metric, table, touched, log_total, power)
     return turned(v, jax.freeze(out_ref).reshape(q.shape)), metric

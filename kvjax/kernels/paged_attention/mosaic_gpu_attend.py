@@ -10,6 +10,9 @@ nothing is padded but the query heads (R = 8 or 16):
 Heads without KVs get zeros, while the first tiles are on their way; those that several programs
 share are finished by `mosaic_gpu_finish.py`. Logits and log-sum-exps are in units of log 2 (`scale`
 carries log₂ e).
+
+Where some KVs of a head are read elsewhere, exactly, whoever begins the head begins with what these
+gave (output, largest logit, sum), and words of bits say which KVs of the pool they stand for.
 """
 
 import functools
@@ -20,11 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.paged_attention import mosaic_gpu_codes as codes
+from kvjax.kernels.paged_attention.exact import WORD
 from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, TILE, WARPS, Config
 from kvjax.kernels.paged_attention.worklist import Head, Span
 
 MIDDLE, BEGINS, WHOLE, ENDS = range(4)
 """What of a head falls to one program."""
+LOWEST = -1e30
+"""Stands for minus infinity, which differs from itself by no number, as largest logit where all of
+a tile may be read elsewhere."""
+WORDS = TILE // WORD
 
 WGMMA = plgpu.Layout.WGMMA
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -47,6 +55,16 @@ def row_iota(shape):
 def _before(tile, end):
     """A tile with the rows from `end` on set to zero."""
     return jnp.where(row_iota(tile.shape) < end, tile, jnp.zeros_like(tile))
+
+
+def _held(shape, end, words):
+    """Which rows of a tile are KVs to attend to: before `end`, and not in words of bits."""
+    row = row_iota(shape)
+    held = row < end
+    if words is None:
+        return held
+    word = jnp.where(row < WORD, *words)
+    return held & (lax.shift_right_logical(word, row & (WORD - 1)) & 1 == 0)
 
 
 def _product(shape, pairs):
@@ -84,6 +102,8 @@ def attend(
     k_scale,  # [N, b] bf16, or None
     v_scale,  # [N, b] bf16, or None
     newest,  # [rows, n, d], or None; k and v are written to then
+    elsewhere,  # [rows, words] i32, a bit for each KV that is not read here, or None
+    begun,  # [rows, begun rows, R] f32, see `Config.begun_rows`, or None
     out,  # [rows, r, d], of heads that no other program shares
     part,  # [2, P, ranges, channels, R] f32, of shared heads: what came before p, what begins there
     part_lse,  # [2, P + …, R] f32, the same
@@ -98,6 +118,7 @@ def attend(
     out_s,  # [ranges, R, channels]
     logits_s,  # [2, R, tile] f32, or None
     newest_s,  # [2, k or v, padded d], or None
+    begun_s,  # [2, begun rows, R] f32, or None
     q_full,
     q_free,
     k_full,
@@ -176,6 +197,8 @@ def attend(
             for n in range(0 if c.newest_at is None else 2):
                 rows = newest.at[head.row, pl.ds((c.newest_at or 0) + n, 1)]
                 plgpu.copy_gmem_to_smem(rows, newest_row(slot, n), q_full.at[slot])
+            if begun_s is not None:
+                plgpu.copy_gmem_to_smem(begun.at[head.row], begun_s.at[slot], q_full.at[slot])
 
         ahead = entries(head.begin, head, warp) if c.prefetch_table else ()
         copy = functools.partial(copy_tile, head=head, warp=warp)
@@ -248,6 +271,10 @@ def attend(
         accs, top, total, step = carry
         slot = lax.rem(step, c.stages)
         end = head.length - t * TILE
+        words = None
+        if elsewhere is not None:
+            # Before anything is waited for.
+            words = [elsewhere[head.row, t * WORDS + n] for n in range(WORDS)]
 
         plgpu.barrier_wait(k_full.at[slot])
         queries = lambda i: q_s.at[q_slot, i].transpose((1, 0))  # noqa: E731
@@ -259,7 +286,7 @@ def attend(
         s = _product((TILE, c.padded_group), _pairs(keys(slot), queries, c)) * c.scale
         if flat_s is not None:
             s = codes.times(s, of_keys)
-        s = jnp.where(row_iota(s.shape) < end, s, -jnp.inf)
+        s = jnp.where(_held(s.shape, end, words), s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=0))
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - repeat(new_top, s))
@@ -291,6 +318,24 @@ def attend(
         plgpu.barrier_arrive(free.at[slot])
         return accs, new_top, total, step + 1
 
+    def nothing():
+        """What is known of a head before its first tile: outputs, largest logits, sums by row."""
+        accs = tuple(_full((n, c.padded_group), 0, WGMMA) for _, n in c.channels)
+        lowest = _full((c.padded_group,), -jnp.inf, PER_QUERY_HEAD)
+        return accs, lowest, _full((TILE, c.padded_group), 0, WGMMA)
+
+    def begun_with(q_slot, first):
+        """The same of a head with exact KVs: what these gave. Where that is not its first part, it
+        is next to nothing beside any KV, and the part beside those before it."""
+        load = functools.partial(plgpu.load, optimized=False)
+        rows, accs, row = begun_s.at[q_slot], [], 0
+        for _, count in c.channels:
+            accs.append(load(rows.at[pl.ds(row, count)], layout=WGMMA))
+            row += count
+        top, sums = (load(rows.at[row + n], layout=PER_QUERY_HEAD) for n in range(2))
+        total = lax.broadcast_in_dim(sums, (TILE, c.padded_group), [1])
+        return tuple(accs), top + jnp.where(first, jnp.float32(0), LOWEST), _before(total, 1)
+
     def attend_head(i, step):
         head = Head.read(heads, span.first + i, span, TILE)
         q_slot = lax.rem(i, 2)
@@ -299,13 +344,12 @@ def attend(
         ends = head.end == head.tiles
         first, later = jnp.where(ends, WHOLE, BEGINS), jnp.where(ends, ENDS, MIDDLE)
         fate = head.row * 4 + jnp.where(head.begin == 0, first, later)
-        nothing = tuple(_full((n, c.padded_group), 0, WGMMA) for _, n in c.channels)
-        lowest = _full((c.padded_group,), -jnp.inf, PER_QUERY_HEAD)
+        before = nothing() if begun_s is None else begun_with(q_slot, head.begin == 0)
         accs, top, total, step = lax.fori_loop(
             head.begin,
             head.end,
             functools.partial(attend_tile, head=head, q_slot=q_slot),
-            (nothing, lowest, _full((TILE, c.padded_group), 0, WGMMA), step),
+            (*before, step),
         )
         row, part_of_head = lax.div(fate, 4), lax.rem(fate, 4)
         if newest_s is not None:

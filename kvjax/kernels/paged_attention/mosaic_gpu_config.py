@@ -15,6 +15,8 @@ TILE = 64
 
 ALIGNED = 128
 """Bytes to which copies of shared memory are aligned."""
+SUM_ROWS = 8
+"""Rows behind those of an output for its largest logits and sums; copies stay aligned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Config:
     scale: float
     """Factor of the logits, log₂ e included."""
     keep_logits: bool
+    exact: bool = False
+    """Whether heads begin with what their exact KVs gave, and leave these out of the pool's."""
     forms: tuple[codes.Form, codes.Form] | None = None
     """How codes of keys and of values are read, where pools hold codes instead of rows."""
     newest_at: int | None = None
@@ -106,6 +110,12 @@ class Config:
             return ((0, 64), (self.head_dim - 64, 64))
         return ((0, self.head_dim),)
 
+    @property
+    def begun_rows(self) -> int:
+        """Rows of what a head begins with: channels of its output, range by range, then its largest
+        logits, its sums, and nothing."""
+        return sum(count for _, count in self.channels) + SUM_ROWS
+
     def columns(self, dtype: jnp.dtype, width: int | None = None) -> int:
         """Columns per tile of shared memory: the widest swizzle that divides a row, which is of all
         channels or of some of them."""
@@ -143,7 +153,8 @@ class Config:
         if self.newest_at is not None:
             width = -(-d * k.itemsize // ALIGNED) * ALIGNED // k.itemsize
             newest = plgpu.SMEM((2, 2, width), k)
-        of_a_head = parts + (0 if newest is None else 2)
+        of_a_head = parts + (0 if newest is None else 2) + self.exact
+        begun = plgpu.SMEM((2, self.begun_rows, r), jnp.float32)
         scales, at_once = dict.fromkeys(("scales_s", "flat_s")), widths
         if self.forms is not None:
             at_once = tuple(form.columns(n) for form, n in zip(self.forms, widths))
@@ -160,6 +171,7 @@ class Config:
             "out_s": self.out_scratch(),
             "logits_s": plgpu.SMEM((2, r, TILE), jnp.float32) if self.keep_logits else None,
             "newest_s": newest,
+            "begun_s": begun if self.exact else None,
             "q_full": plgpu.Barrier(num_arrivals=of_a_head, num_barriers=2),
             "q_free": plgpu.Barrier(num_barriers=2),
             "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),

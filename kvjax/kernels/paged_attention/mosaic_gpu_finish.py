@@ -59,21 +59,24 @@ def finish(
     out,  # [rows, r, d], in place
     table=None,  # [rows, M] i32; from here on None without the statistic
     logits=None,  # [r, line / b, b] f32
-    lse=None,  # [rows, R] f32
+    lse=None,  # [rows, R] f32, of heads that no other program shares
     metric=None,  # [N, b] f32, in place
     observed=None,  # [rows] i32, whether the metrics of a head are touched, or None for all
     *,
     out_s,  # [ranges, R, channels]
     c: Config,
     power: int = 2,
+    complete: bool = False,
     **statistic_scratch,
 ):
-    """Merge shared heads and add Σ_g exp2(power (s_g − lse_g)) to the metric of KVs."""
+    """Merge shared heads and add Σ_g exp2(power (s_g − lse_g)) to the metric of KVs; with
+    `complete` write the log-sum-exps of shared heads, too."""
     program, worker = lax.axis_index("program"), lax.axis_index("worker")
     span = Span.read(spans, program)
     merging = functools.partial(
-        _merge, heads, spans, part, part_lse, out, out_s, span=span, program=program, c=c
-    )
+        _merge, heads, spans, part, part_lse, out, out_s, span=span, program=program, c=c,
+        lse_out=lse if complete else None,
+    )  # fmt: skip
     if metric is None:
         merging()
         return
@@ -118,7 +121,9 @@ def _shared_lse(head: Head, spans, part_lse):
     return top + jnp.log(total) * LOG2E
 
 
-def _merge(heads, spans, part, part_lse, out, out_s, *, span: Span, program, c: Config):
+def _merge(
+    heads, spans, part, part_lse, out, out_s, *, span: Span, program, c: Config, lse_out=None
+):
     """Program p finishes the head that begins in its stretch and ends in a later one, if any."""
     head = Head.read(heads, jnp.maximum(span.first + span.count - 1, 0), span, TILE)
     begins_here = jnp.logical_and(span.count > 0, head.start >= span.begin)
@@ -126,6 +131,8 @@ def _merge(heads, spans, part, part_lse, out, out_s, *, span: Span, program, c: 
     @pl.when(jnp.logical_and(begins_here, head.end < head.tiles))
     def _shared():
         lse = _shared_lse(head, spans, part_lse)
+        if lse_out is not None:
+            lse_out[head.row] = lse
 
         def weighted(begins, other):
             weight = jnp.exp2(_load(part_lse.at[begins, other], PER_QUERY_HEAD) - lse)

@@ -132,6 +132,23 @@ def check_statistic(power: int, observed, shape: Shape) -> None:
             raise wanted("observed dtype", observed.dtype, "bool")
 
 
+def check_exact(exact, shape: Shape) -> None:
+    """Check the rows that are read in place of the pool's.
+
+    Raises:
+        ValueError: it names the argument, what it got and what is wanted.
+    """
+    if exact is None:
+        return
+    heads, rows = (shape.seqs, shape.heads), exact.index.shape[-1]
+    wants = {"k": (*heads, rows, shape.head_dim), "index": (*heads, rows)}
+    for name, want in {**wants, "v": wants["k"]}.items():
+        if getattr(exact, name).shape != want:
+            raise wanted(f"exact.{name} shape", list(getattr(exact, name).shape), list(want))
+    if exact.index.dtype != jnp.int32:
+        raise wanted("exact.index dtype", exact.index.dtype, "int32")
+
+
 def check_table(block_table, context_len, num_blocks: int, block_size: int) -> None:
     """Check lengths and followed table entries on the host, where their values are known.
 

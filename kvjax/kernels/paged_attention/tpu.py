@@ -8,6 +8,9 @@ and those of the last one go out.
 
 Codes are fetched as they are stored, with their scales, and become numbers in vector registers. The
 scale of a key multiplies its logit, that of a value its weight.
+
+Where some KVs of a head are read elsewhere, exactly, the head begins with what these gave, and
+words of bits say which KVs of the pool they stand for.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.encoded import Encoded, turned
+from kvjax.kernels.paged_attention.exact import WORD, ExactKVs, Piece, piece_of
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 
 CHUNK = 256
@@ -34,6 +38,7 @@ FREE_VECTOR_MEMORY = 12 << 20
 """Bytes of vector memory that need not be asked for."""
 MAX_VECTOR_MEMORY = 64 << 20
 MAX_SCALAR_MEMORY = 512 << 10
+LANES = 128
 MAYBE = ("k_scale_s", "v_scale_s", "logits_s", "squares_s", "updated")
 """Scratch that not every instance has."""
 
@@ -47,8 +52,8 @@ class Config:
     vector_memory: int
 
 
-def config(shape: Shape, *, scale: float, keep_logits: bool) -> Config:
-    """The kernel instance that serves a shape.
+def config(shape: Shape, *, scale: float, keep_logits: bool, exact: bool = False) -> Config:
+    """The kernel instance that serves a shape, with exact KVs beside the pool or without.
 
     Raises:
         NotImplementedError: none does, with the reason.
@@ -58,13 +63,13 @@ def config(shape: Shape, *, scale: float, keep_logits: bool) -> Config:
         raise NotImplementedError("codes of either keys or values alone")
     if shape.dtype == "float16":
         raise NotImplementedError("float16, which TPUs have no vector type for")
-    table_bytes = 4 * 4 * shape.max_blocks
+    kvs = -(-shape.max_blocks * shape.block_size // CHUNK) * CHUNK
+    table_bytes = 4 * 4 * shape.max_blocks + (2 * 4 * kvs // WORD if exact else 0)
     if table_bytes > MAX_SCALAR_MEMORY or 2 * 4 * shape.rows > MAX_SCALAR_MEMORY:
         raise NotImplementedError(
             f"{shape.max_blocks} blocks per head and {shape.rows} heads, which overflow scalar "
             "memory"
         )
-    kvs = -(-shape.max_blocks * shape.block_size // CHUNK) * CHUNK
     logits = 4 * _padded(shape.group) * kvs if keep_logits else 0
     if logits > MAX_VECTOR_MEMORY:
         raise NotImplementedError(f"metrics of {kvs} KVs per head, which overflow vector memory")
@@ -80,6 +85,9 @@ def _attend(
     observed,  # [rows] i32, prefetched: whether the metrics of a head are touched, or None for all
     table,  # [1, 1, M] i32 of this head
     next_table,  # [1, 1, M] i32 of the next head
+    elsewhere,  # [1, 1, words] i32 of this head, a bit for each KV that is not read here, or None
+    begun,  # [R, d] f32, the output that the head begins with, or None
+    begun_sums,  # [R, 128] f32, its largest logits and its sums in the first two lanes, or None
     q,  # [R, d]
     k,  # [N, b, d] in HBM
     v,  # [N, b, d] in HBM
@@ -87,6 +95,7 @@ def _attend(
     v_scale,  # [N, 1, b] in HBM, or None
     out,  # [R, d]
     metric,  # [N, 1, b] f32 in HBM, in place, or None
+    lse,  # [R, 128] f32, alike in all lanes, or None
     *,
     k_s,  # [ring, pages, b, d]
     v_s,  # [ring, pages, b, d]
@@ -194,7 +203,14 @@ def _attend(
         )
         if k_scale_s is not None:
             s *= tile_scales(k_scale_s, slot)
-        held = lax.broadcasted_iota(jnp.int32, s.shape, 1) < valid
+        token = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        held = token < valid
+        if elsewhere is not None:
+            words = CHUNK // WORD
+            word = elsewhere[0, 0, i * words]
+            for n in range(1, words):
+                word = jnp.where(token >= n * WORD, elsewhere[0, 0, i * words + n], word)
+            held &= lax.shift_right_logical(word, token & (WORD - 1)) & 1 == 0
         s = jnp.where(held, s, -jnp.inf)
         if logits_s is not None:
             logits_s[i] = s
@@ -215,16 +231,15 @@ def _attend(
         return acc * decay + update, new_top, total * decay + jnp.sum(p, axis=1, keepdims=True)
 
     num_queries = q.shape[0]
-    acc, top, total = lax.fori_loop(
-        0,
-        chunks,
-        attend_chunk,
-        (
+    if begun is None:
+        before = (
             jnp.zeros((num_queries, d), jnp.float32),
             jnp.full((num_queries, 1), -jnp.inf, jnp.float32),
             jnp.zeros((num_queries, 1), jnp.float32),
-        ),
-    )
+        )
+    else:
+        before = begun[...], begun_sums[:, :1], begun_sums[:, 1:2]
+    acc, top, total = lax.fori_loop(0, chunks, attend_chunk, before)
 
     turn[0] = lax.rem(first_slot + chunks, RING)
     turn[1] = jnp.minimum(RING - 1, pl.cdiv(next_length, CHUNK))
@@ -233,6 +248,8 @@ def _attend(
     if metric is None:
         return
     log_total = top + jnp.log(total)
+    if lse is not None:
+        lse[...] = jnp.broadcast_to(log_total, lse.shape)
 
     @pl.loop(0, touched)
     def _add_squares(i):
@@ -266,6 +283,7 @@ def paged_attention(
     metric: Float[Array, "N b"] | None = None,
     power: int = 2,
     observed: Bool[Array, " S"] | None = None,
+    exact: ExactKVs | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
     """See `kvjax.kernels.paged_attention`; `c` comes from `config`.
@@ -289,6 +307,7 @@ def paged_attention(
         scales = [pool.codes.scale.reshape(num_blocks, 1, b) for pool in (k, v)]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     per_head = pl.BlockSpec((None, padded, d), lambda i, *_: (i, 0, 0))
+    sums_per_head = pl.BlockSpec((None, padded, LANES), lambda i, *_: (i, 0, 0))
     tables = [
         pl.BlockSpec(
             (1, 1, max_blocks),
@@ -301,8 +320,16 @@ def paged_attention(
     prefetched = [context_len.reshape(-1)]
     if keep and observed is not None:
         prefetched.append(jnp.repeat(observed.astype(jnp.int32), num_heads))
-    arguments = [*prefetched, table, table, queries, *pools, *scales]
-    in_specs = [*tables, per_head, *(in_hbm for _ in (*pools, *scales))]
+    beside, begun, of_begun = None, [], []
+    if exact is not None:
+        beside = piece_of(q, exact, v, context_len, c.scale)
+        words = beside.words(max_blocks * b)[:, None]
+        begun = [words, *_begun(beside, padded)]
+        of_words = (1, 1, words.shape[2])
+        in_scalars = pl.BlockSpec(of_words, lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
+        of_begun = [in_scalars, per_head, sums_per_head]
+    arguments = [*prefetched, table, table, *begun, queries, *pools, *scales]
+    in_specs = [*tables, *of_begun, per_head, *(in_hbm for _ in (*pools, *scales))]
     out_specs = [per_head]
     out_shape = [jax.ShapeDtypeStruct(queries.shape, jnp.float32 if scales else v.dtype)]
     if keep:
@@ -310,6 +337,9 @@ def paged_attention(
         in_specs.append(in_hbm)
         out_specs.append(in_hbm)
         out_shape.append(jax.ShapeDtypeStruct((num_blocks, 1, b), jnp.float32))
+    if keep and beside is not None:
+        out_specs.append(sums_per_head)
+        out_shape.append(jax.ShapeDtypeStruct((rows, padded, LANES), jnp.float32))
     scratch = {
         "k_s": pltpu.VMEM((RING, pages, b, pools[0].shape[2]), pools[0].dtype),
         "v_s": pltpu.VMEM((RING, pages, b, pools[1].shape[2]), pools[1].dtype),
@@ -328,19 +358,22 @@ def paged_attention(
     def body(*refs):
         rest = list(refs)
         lengths, rows_observed = rest.pop(0), rest.pop(0) if len(prefetched) > 1 else None
-        head, rest = rest[: 5 + len(scales)], rest[5 + len(scales) :]
+        tables_of, rest = rest[:2], rest[2:]
+        of_exact, rest = rest[: len(begun)] or [None] * 3, rest[len(begun) :]
+        head, rest = rest[: 3 + len(scales)], rest[3 + len(scales) :]
         head += [None] * (2 - len(scales))
         if keep:
             rest.pop(0)  # the metric as an input: the same memory as the output
         out = rest.pop(0)
         metric_ref = rest.pop(0) if keep else None
+        lse = rest.pop(0) if keep and begun else None
         named = dict.fromkeys(MAYBE) | dict(zip(scratch, rest))
         _attend(
-            lengths, rows_observed, *head,
-            out=out, metric=metric_ref, **named, c=c, group=group, power=power,
+            lengths, rows_observed, *tables_of, *of_exact, *head,
+            out=out, metric=metric_ref, lse=lse, **named, c=c, group=group, power=power,
         )  # fmt: skip
 
-    out, *new_metric = pl.pallas_call(
+    out, *kept = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -358,4 +391,20 @@ def paged_attention(
         name="paged_attention",
     )(*arguments)
     out = turned(v, out[:, :group].reshape(q.shape))
-    return out, new_metric[0].reshape(num_blocks, b) if keep else None
+    if not keep:
+        return out, None
+    new_metric: Array = kept[0].reshape(num_blocks, b)
+    if beside is not None:
+        touched = None if observed is None else jnp.repeat(observed, num_heads)
+        of_head = block_table.reshape(rows, -1)
+        log_total = kept[1][:, :group, 0]
+        new_metric = beside.received(new_metric, of_head, touched, log_total, power)
+    return out, new_metric
+
+
+def _begun(piece: Piece, padded: int) -> list[Array]:
+    """What heads begin with: outputs [rows, R, d], and largest logits and sums in the first two
+    lanes of [rows, R, 128]."""
+    sums = jnp.stack([piece.top, piece.total], axis=2)
+    sums = jnp.pad(sums, ((0, 0), (0, 0), (0, LANES - 2)))
+    return [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), (0, 0))) for x in (piece.out, sums)]

@@ -12,6 +12,7 @@ from kvjax.kernels.checks import check_dtype, check_prompt, wanted
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
 from kvjax.kernels.prefill_attention import reference
+from kvjax.kernels.window_metrics import window_metrics
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -77,6 +78,57 @@ def prefill_attention_with_log_sum(
     name = choice(q, k, v, prefix=prefix, implementation=implementation).name
     part = _partial(name, q, k, v, prefix, scale)
     return reference.normalised(part, v.dtype), reference.log_sum(part)
+
+
+def prefill_attention_with_received(
+    q: Float[Array, "T Hr d"],
+    k: Float[Array, "T H d"],
+    v: Float[Array, "T H d"],
+    *,
+    query_weight: Float[Array, " T"],
+    power: int = 1,
+    excluded_distance: int = 0,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T Hr d"], Float[Array, "Hr T"], Float[Array, "Hr T"]]:
+    """`prefill_attention_with_log_sum` of a whole prompt, and what each key receives of it.
+
+    The third is `window_metrics` of all queries: Σ weight · p^power. On CPUs it is summed where the
+    softmax is; elsewhere `window_metrics` takes another pass over the logits.
+
+    Args:
+        q, k, v, scale, implementation: as of `prefill_attention`.
+        query_weight: what each query counts; 0 for padding.
+        power: 1 (sum) or 2 (sum of squares).
+        excluded_distance: a pair counts only if query − key ≥ this.
+
+    Raises:
+        ValueError: an argument does not fit; names it, what it got and what is wanted.
+    """
+    if power not in (1, 2):
+        raise wanted("power", power, "1 or 2")
+    if excluded_distance < 0:
+        raise wanted("excluded_distance", excluded_distance, "at least 0")
+    if query_weight.shape != q.shape[:1]:
+        raise wanted("query_weight shape", list(query_weight.shape), list(q.shape[:1]))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    name = choice(q, k, v, implementation=implementation).name
+    if name == "xla":
+        observed = reference.Observed(query_weight, power, excluded_distance)
+        part, received = reference.causal_with_received(q, k, v, scale, observed)
+        return reference.normalised(part, v.dtype), reference.log_sum(part), received
+    out, log_sum = prefill_attention_with_log_sum(q, k, v, scale=scale, implementation=name)
+    received = window_metrics(
+        q,
+        k,
+        query_position=jnp.arange(q.shape[0], dtype=jnp.int32),
+        power=power,
+        excluded_distance=excluded_distance,
+        query_weight=query_weight,
+        log_sum=log_sum,
+        scale=scale,
+    )
+    return out, log_sum, received
 
 
 def _partial(name: str, q, k, v, prefix: Prefix | None, scale: float) -> reference.Partial:

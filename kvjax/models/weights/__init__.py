@@ -16,12 +16,11 @@ from jax.typing import DTypeLike
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
 from kvjax.models.files import find, shown_path
-from kvjax.models.fingerprint import model_hash
 from kvjax.models.hub import Progress
 from kvjax.models.weights.fill import fill_params
 from kvjax.models.weights.gguf import GGUFSource, config_from_gguf
 from kvjax.models.weights.hashed import source_hash
-from kvjax.models.weights.orbax import is_orbax, load_orbax, read_config
+from kvjax.models.weights.orbax import is_orbax, load_orbax, orbax_hash, read_config
 from kvjax.models.weights.orbax_save import save_orbax
 from kvjax.models.weights.placement import Lying
 from kvjax.models.weights.safetensors import SafetensorsSource
@@ -126,14 +125,14 @@ def checkpoint_config(
 def checkpoint_hash(path: str | os.PathLike[str], config: ModelConfig, dtype: DTypeLike) -> str:
     """The `model_hash` of the checkpoint `path`, a model of which was loaded in `dtype`.
 
-    Little is read of safetensors and GGUF files; Orbax checkpoints are read whole.
+    Little is read of safetensors and GGUF files; of Orbax checkpoints all, some arrays at a time.
 
     Raises:
         UserError: as `load_params`.
     """
     folder, config = Path(path), dataclasses.replace(config, weight_dtype=None)
     if is_orbax(folder):
-        return model_hash(config, load_orbax(folder, config, np.dtype(dtype), stacked=False))
+        return orbax_hash(folder, config, np.dtype(dtype))
     source = _open_source(folder, config)
     try:
         return source_hash(source, config)

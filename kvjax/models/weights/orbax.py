@@ -19,7 +19,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,9 +34,16 @@ from kvjax.models.architectures import config_from_hf
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import logical_axes
 from kvjax.models.files import find
+from kvjax.models.fingerprint import hash_of_samples, sample_of
 from kvjax.models.hub import Progress
 from kvjax.models.parallel import Dealing, dealt_shape, layer_of, undealt
-from kvjax.models.weights.placement import Lying, ParamPath, Placement, abstract_leaves
+from kvjax.models.weights.placement import (
+    Lying,
+    ParamPath,
+    Placement,
+    abstract_leaves,
+    whole_in_every_process,
+)
 from kvjax.models.weights.safetensors import read_part
 from kvjax.models.weights.source import all_finite
 
@@ -78,20 +85,42 @@ def load_orbax(
     total = sum(math.prod(leaf.shape) for leaf in stored.values()) * dtype.itemsize
     done = 0
     for group in _groups(stored):
-        for name, value in _read_arrays(folder, stored, group, place).items():
-            if not _is_finite(value):
-                raise UserError(
-                    f"{folder}: the array {'.'.join(map(str, name))} holds NaN or infinite values "
-                    f"as {dtype.name}; convert it again, or load it as float32 or bfloat16"
-                )
+        for name, value in _read_arrays(folder, stored, group, place.sharding_of_single).items():
+            _check_finite(folder, name, value, dtype)
             done += value.nbytes
             if dealing is not None:
                 names = place.names_of(name)
                 value = undealt(np.asarray(value), names, config, dealing, layer_of(name))
+            elif place.split is not None and not value.is_fully_addressable:
+                value = np.asarray(value)  # it lies on other devices than it will
             place.put_whole(name, value)
             if progress:
                 progress("load", done, total)
     return place.state()
+
+
+def orbax_hash(folder: Path, config: ModelConfig, dtype: np.dtype) -> str:
+    """The `model_hash` of the model in a checkpoint, of which a few arrays at a time are read.
+
+    Raises UserError as `load_orbax`.
+    """
+    _check_files(folder)
+    dealing = _read_dealing(folder, config)
+    stored, lies = _check_metadata(folder, config, dtype, dealing), whole_in_every_process()
+    axes = logical_axes(config, stacked=False)
+    samples: dict[tuple[str, int | None], bytes] = {}
+    for group in _groups(stored):
+        for path, value in _read_arrays(folder, stored, group, lambda _: lies).items():
+            _check_finite(folder, path, value, dtype)
+            layer, whole = layer_of(path), value
+            if dealing is not None:
+                whole = undealt(np.asarray(value), axes[path], config, dealing, layer)
+            elif not value.is_fully_addressable:
+                whole = np.asarray(value)
+            samples[str(path[-1]), layer] = sample_of(whole)
+    plain = {name for name, layer in samples if layer is None}
+    layers = {name for name, layer in samples if layer is not None}
+    return hash_of_samples(config, plain, layers, lambda name, layer: samples[name, layer])
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -212,7 +241,7 @@ def _read_arrays(
     folder: Path,
     stored: Mapping[ParamPath, jax.ShapeDtypeStruct],
     group: list[ParamPath],
-    place: Placement,
+    lies: Callable[[ParamPath], jax.sharding.Sharding],
 ) -> dict[ParamPath, jax.Array]:
     from orbax.checkpoint import v1 as ocp
 
@@ -225,8 +254,7 @@ def _read_arrays(
         # What Orbax calls a leaf that it is to leave on disk.
         node[str(path[-1])] = ocp.PLACEHOLDER
         if path in chosen:
-            sharding = place.sharding_of_single(path)
-            node[str(path[-1])] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            node[str(path[-1])] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies(path))
     with _reading(folder):
         loaded = cast(dict[str, Any], ocp.load(str((folder / PARAMS).absolute()), tree))
     values: dict[ParamPath, jax.Array] = {}
@@ -266,6 +294,14 @@ def _reading(folder: Path) -> Iterator[None]:
     if reason is not None:
         raise UserError(
             f"{folder} is no readable Orbax checkpoint, or is damaged: {reason}; convert it again"
+        )
+
+
+def _check_finite(folder: Path, path: ParamPath, value: jax.Array, dtype: np.dtype) -> None:
+    if not _is_finite(value):
+        raise UserError(
+            f"{folder}: the array {'.'.join(map(str, path))} holds NaN or infinite values "
+            f"as {dtype.name}; convert it again, or load it as float32 or bfloat16"
         )
 
 

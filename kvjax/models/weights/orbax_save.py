@@ -1,5 +1,6 @@
 """Writes Orbax checkpoints; ``kvjax.models.weights.orbax`` tells what they consist of."""
 
+import contextlib
 import errno
 import json
 import logging
@@ -8,14 +9,16 @@ import shutil
 import struct
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, in_one_line
 from kvjax.models.architectures import config_to_hf
 from kvjax.models.config import ModelConfig
 from kvjax.models.parallel import Dealing
@@ -35,6 +38,8 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_MOST_TOLD = 2048
+"""Bytes of what the first process says of an error."""
 
 
 def save_orbax(
@@ -47,6 +52,9 @@ def save_orbax(
     dealing: Dealing | None = None,
 ) -> Path:
     """Writes an Orbax checkpoint that `load_params` reads; it appears whole or not at all.
+
+    Where several processes have a part of the parameters each, all of them call it, with the same
+    arguments and a folder that all of them see.
 
     Args:
         path: the folder to make.
@@ -69,29 +77,81 @@ def save_orbax(
             "they are loaded; save the model without it"
         )
     target = Path(path).absolute()
-    if target.exists() and not overwrite:
-        raise UserError(f"{target} exists already; choose another folder or overwrite it (--force)")
     # Beside the target, hence on its disk: to put it in place is to rename it.
-    work = target.with_name(f".{target.name}.part-{os.getpid()}")
-    try:
+    number = multihost_utils.broadcast_one_to_all(np.int32(os.getpid())) if _several() else None
+    work = target.with_name(f".{target.name}.part-{os.getpid() if number is None else number}")
+
+    def prepare() -> None:
+        if target.exists() and not overwrite:
+            raise UserError(
+                f"{target} exists already; choose another folder or overwrite it (--force)"
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(target)
         _require_space(target, params)
         work.mkdir()
+
+    def finish() -> None:
+        (work / FILES).write_text(json.dumps(file_sizes(work / PARAMS)) + "\n")
+        if dealing is not None:
+            told = {"number": dealing.number.tolist(), "devices": dealing.devices}
+            told["replicas"] = dealing.replicas
+            (work / DEALING).write_text(json.dumps(told) + "\n")
+        if tokenizer is not None:
+            _copy_tokenizer(Path(tokenizer), work)
+        # Last: a folder without it does not load.
+        (work / CONFIG).write_text(json.dumps(config_to_hf(config), indent=2) + "\n")
+        _put_in_place(work, target)
+
+    with _told_in_one_line(target):
+        _by_the_first(prepare, target)
         try:
             _write_arrays(work / PARAMS, _tree(config, params))
-            (work / FILES).write_text(json.dumps(file_sizes(work / PARAMS)) + "\n")
-            if dealing is not None:
-                told = {"number": dealing.number.tolist(), "devices": dealing.devices}
-                told["replicas"] = dealing.replicas
-                (work / DEALING).write_text(json.dumps(told) + "\n")
-            if tokenizer is not None:
-                _copy_tokenizer(Path(tokenizer), work)
-            # Last: a folder without it does not load.
-            (work / CONFIG).write_text(json.dumps(config_to_hf(config), indent=2) + "\n")
-            _put_in_place(work, target)
+            _by_the_first(finish, target)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            if jax.process_index() == 0:
+                shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _several() -> bool:
+    """Whether other processes write their parts of the same checkpoint."""
+    return jax.process_count() > 1
+
+
+def _by_the_first(act: Callable[[], None], target: Path) -> None:
+    """Have the first process do something while the others wait; what it raises there ends all.
+
+    Args:
+        act: what it does.
+        target: of the checkpoint.
+
+    Raises:
+        UserError: in the others, in the words that the first one's error has.
+    """
+    if not _several():
+        act()
+        return
+    error, told = None, np.zeros(_MOST_TOLD, np.uint8)
+    if jax.process_index() == 0:
+        try:
+            with _told_in_one_line(target):
+                act()
+        except Exception as caught:
+            error, words = caught, in_one_line(caught).encode()[:_MOST_TOLD]
+            told[: len(words)] = np.frombuffer(words, np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)
+    if error is not None:
+        raise error
+    if told.any():
+        raise UserError(told.tobytes().rstrip(b"\0").decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _told_in_one_line(target: Path) -> Iterator[None]:
+    """Turns what the file system says into a line about the checkpoint."""
+    try:
+        yield
     except OSError as error:
         raise _write_error(target, error) from error
     except ValueError as error:
@@ -99,7 +159,6 @@ def save_orbax(
         if "NO_SPACE" not in str(error) and "No space left" not in str(error):
             raise
         raise _write_error(target, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) from error
-    return target
 
 
 def _tree(config: ModelConfig, params: nnx.State) -> dict[str, Any]:

@@ -53,10 +53,10 @@ class Placement:
         self._writers: dict[ParamPath, Any] = {}
 
     def sharding_of_single(self, path: ParamPath) -> jax.sharding.Sharding:
-        """Of what `put` takes: that of the stack less its first axis; of one device where it
-        is dealt afterwards."""
+        """Of what `put` takes: that of the stack less its first axis; whole where it is dealt
+        afterwards."""
         if self.split is not None:
-            return self.device
+            return whole_in_every_process()
         if not self.stacked or path[0] != "layers":
             return self.shardings.get(path, self.device)
         sharding = self.shardings.get((path[0], path[2]), self.device)
@@ -169,6 +169,17 @@ def dummies(
         for layer in range(config.num_layers):
             place.put(("layers", layer, name), make(salt, np.int32(layer)))
     return place.state()
+
+
+def whole_in_every_process() -> jax.sharding.Sharding:
+    """How an array lies that the host is to read: on a device of each process."""
+    own = next(iter(jnp.zeros(()).devices()))
+    if jax.process_count() == 1:
+        return jax.sharding.SingleDeviceSharding(own)
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    devices = np.array([first[index] for index in sorted(first)])
+    mesh = jax.sharding.Mesh(devices, ("processes",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def scale_path(path: ParamPath) -> ParamPath:
