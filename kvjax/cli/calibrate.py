@@ -11,6 +11,7 @@ it was.
     kvjax calibrate --data ./mine --tokens 2048   # a file or a folder of .txt, .md, .jsonl, .gz
     kvjax calibrate --weights ./Qwen3-8B --import ./KVzap-mlp-Qwen3-8B    # a published one
     kvjax calibrate --heads         # which heads look things up, for razor-attention and compresskv
+    kvjax calibrate --trainings 3   # a choice that is the mean of three trainings
     kvjax calibrate --loads         # what heads keep, by which --tensor-parallel deals them
     kvjax calibrate --weights ./Llama-3.1-70B-Instruct --tensor-parallel 8
 """
@@ -65,6 +66,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=160,
         help="contexts that the choice is trained on, 0 for none (default: %(default)s)",
     )
+    how.add_argument(
+        "--trainings",
+        type=int,
+        default=1,
+        help="trainings, each on so many contexts of its own, whose mean is taken: as many times "
+        "longer, and better from 16x on (default: %(default)s)",
+    )
     add_devices_option(how)
     how.add_argument("--out", type=Path, help="file (MODEL.safetensors)")
     how.add_argument("--plot", type=Path, help="picture of the fit by layer")
@@ -78,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
         tokens=options.tokens,
         least_tokens=min(64, max(16, options.tokens)),
         exercises=options.exercises,
+        trainings=options.trainings,
     )
     if options.texts is not None:
         check_whole("--texts", options.texts, 2)

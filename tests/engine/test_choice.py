@@ -296,6 +296,34 @@ def test_a_step_that_is_no_number_teaches_nothing(model, fitted, monkeypatch):
     assert all(last.after[rate] < 0.9 * found.after[rate] for rate in found.after)
 
 
+def test_several_trainings_are_one_mean(model, fitted, monkeypatch):
+    """Of a bowl whose middle lies at 1 in the first half of the exercises, then at 1/4."""
+
+    def bowl(config, change, fitted, params, of, blocks):
+        return sum(jnp.sum((x - of) ** 2) for x in change)
+
+    def middle(config, params, context, *rest):
+        return context[0] / 4
+
+    def marked(tokenizer, texts, number, tokens):
+        found = real(tokenizer, texts, number, tokens)
+        held_out = number == practising.FIRST_HELD_OUT
+        return dataclasses.replace(found, context=[2 if held_out else 4 if number < 10 else 1])
+
+    real = practising.exercise
+    for name, with_ in (("HELD_OUT", 1), ("loss", bowl), ("study", middle), ("exercise", marked)):
+        monkeypatch.setattr(practising, name, with_)
+    one = practise(model, TEXTS, fitted, PRACTICE)
+    both = practise(model, TEXTS, fitted, dataclasses.replace(PRACTICE, trainings=2))
+    monkeypatch.setattr(
+        practising, "exercise", lambda t, x, number, n: marked(t, x, number + 10 * (number < 10), n)
+    )
+    other = practise(model, TEXTS, fitted, PRACTICE)
+    assert not np.array_equal(one.weight, fitted.weight)
+    np.testing.assert_allclose(both.weight, (one.weight + other.weight) / 2, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(both.extra, (one.extra + other.extra) / 2, rtol=1e-4, atol=1e-5)
+
+
 def test_every_exercise_is_compressed_little_and_much():
     low, high = practising.RATES
     drawn = [practising.drawn_rates(number, 2) for number in range(64)]

@@ -31,6 +31,8 @@ AVERAGED = 0.02
 steps, of one context each, wander (Polyak & Juditsky 1992)."""
 SAVE_EVERY = 8
 """Exercises between two states on disk."""
+CHANGES = ("change", "mean", "taught")
+"""What a state has beside moments and losses."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,6 +43,9 @@ class Practice:
 
     exercises: int = 160
     """Contexts that it is trained on, each once."""
+    trainings: int = 1
+    """Trainings, each from the fit and on so many contexts of its own, whose mean is returned: what
+    each gains on its contexts alone is not in it (Wortsman et al. 2022, model soups)."""
     tokens: int = 1024
     """Of a context at most."""
     rates_each: int = 2
@@ -69,12 +74,15 @@ class _At:
     mean: Change
     """Running mean of the change over the steps."""
     moments: Any
+    taught: Change
+    """Means of the trainings that are done, added up."""
     before: dict[int, float]
     done: int = 0
+    """Exercises, of all trainings."""
 
     def save(self, path: Path, key: str) -> None:
         arrays = {f"moment/{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.moments))}
-        for part in ("change", "mean"):
+        for part in CHANGES:
             arrays |= {f"{part}/{name}": x for name, x in getattr(self, part)._asdict().items()}
         before = np.array([self.before[rate] for rate in CHECKED])
         save(path, key, {**arrays, "before": before, "done": self.done})
@@ -84,15 +92,15 @@ class _At:
         arrays = load(path, key)
         if arrays is None:
             return None
-        change, mean = (
-            Change(*(jnp.asarray(arrays[f"{part}/{name}"]) for name in Change._fields))
-            for part in ("change", "mean")
-        )
-        leaves, structure = jax.tree.flatten(jax.eval_shape(init, change))
+        changes = {
+            part: Change(*(jnp.asarray(arrays[f"{part}/{name}"]) for name in Change._fields))
+            for part in CHANGES
+        }
+        leaves, structure = jax.tree.flatten(jax.eval_shape(init, changes["change"]))
         moments = [jnp.asarray(arrays[f"moment/{i}"], x.dtype) for i, x in enumerate(leaves)]
         before = dict(zip(CHECKED, arrays["before"].tolist()))
         moments = jax.tree.unflatten(structure, moments)
-        return cls(change, mean, moments, before, int(arrays["done"]))
+        return cls(**changes, moments=moments, before=before, done=int(arrays["done"]))
 
 
 def passes_of(model: LoadedModel) -> tuple[Callable[..., Studied], Callable[..., Any]]:
@@ -136,8 +144,8 @@ def practise(
     Raises:
         UserError: the state cannot be written; the chat template does not show what the user says.
     """
-    config, total = model.config, practice.exercises
-    steps = total * practice.rates_each
+    config, total = model.config, practice.trainings * practice.exercises
+    steps = practice.exercises * practice.rates_each
     adam = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adam(optax.cosine_decay_schedule(practice.step, steps, 0.05), b2=0.98),
@@ -183,9 +191,9 @@ def practise(
     # What another release was in the middle of is begun anew.
     key = f"{key} {RATES} {CHECKED} {AVERAGED}"
     at = _At.load(state, key, adam.init)
+    none = Change.none(config)
     if at is None:
-        none = Change.none(config)
-        at = _At(none, none, adam.init(none), checked(none, 0))
+        at = _At(none, none, adam.init(none), none, checked(none, 0))
     while at.done < total:
         progress("training the choice", HELD_OUT + at.done, total + 2 * HELD_OUT)
         of, length = studied(at.done)
@@ -194,11 +202,15 @@ def practise(
             at.change, at.moments = learn(at.change, at.moments, fitted, model.params, of, keep)
             at.mean = nearer(at.mean, at.change)
         at.done += 1
+        if at.done % practice.exercises == 0:
+            at.taught = optax.tree.add(at.taught, at.mean)
+            at.change, at.mean, at.moments = none, none, adam.init(none)
         if state is not None and at.done % SAVE_EVERY == 0:
             at.save(state, key)
-    after = checked(at.mean, HELD_OUT + total)
+    taught = optax.tree.scale(1 / practice.trainings, at.taught)
+    after = checked(taught, HELD_OUT + total)
     if np.mean([*after.values()]) < np.mean([*at.before.values()]):
-        changed = fitted.changed(at.mean)
+        changed = fitted.changed(taught)
         weight, extra = (np.asarray(x, np.float32) for x in changed)
     else:
         weight, extra, after = np.asarray(fitted.weight), np.asarray(fitted.extra), at.before

@@ -73,6 +73,8 @@ class CalibrationSettings:
     """Share of a budget that what is read now may claim."""
     exercises: int = 160
     """Contexts that the choice is trained on (`kvjax.engine.calibrate.choice`); 0 for none."""
+    trainings: int = 1
+    """Trainings on so many contexts each, whose mean is taken."""
     exercise_tokens: int = 1024
     """Tokens of each of these at most."""
     references: int = 16
@@ -85,6 +87,7 @@ class CalibrationSettings:
         check_number("ridge", self.ridge, 0, 1)
         check_number("claim_share", self.claim_share, 0.01, 0.99)
         check_whole("exercises", self.exercises, 0)
+        check_whole("trainings", self.trainings, 1)
         check_whole("exercise_tokens", self.exercise_tokens, 256, 2**20)
         check_whole("references", self.references, 1, 4096)
 
@@ -155,7 +158,8 @@ def calibrate(
 
     def train(fitted: Fitted) -> Practised:
         room = model.config.max_position_embeddings - SAID
-        practice = Practice(settings.exercises, min(settings.exercise_tokens, room))
+        tokens = min(settings.exercise_tokens, room)
+        practice = Practice(settings.exercises, settings.trainings, tokens)
         of_choice = kept and kept.with_name(kept.name + ".choice")
         return practise(
             model, texts, fitted, practice, state=of_choice, key=key, progress=progress
