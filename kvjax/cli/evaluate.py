@@ -9,6 +9,7 @@ appended to a JSONL file, and a run that was stopped goes on where it was. A Mar
     kvjax evaluate --data ./data --tasks needle,kv --methods all --rates 2,8,32
     kvjax evaluate --prompts mine.jsonl --protocols chat,agnostic
     kvjax evaluate --quick --kv-dtype bfloat16,int8,int4
+    kvjax evaluate --quick --methods full --kv-dtype affine4,gear4,zipcache
     kvjax evaluate --model llama3.1-8b --weights ./Llama-3.1-8B-Instruct \\
         --data ./data --tasks needle,ruler,longbench --length 4096,16384 --rows 20 --out llama.jsonl
     kvjax evaluate --paper kv-compress-1 --data ./data --weights ./Llama-3.1-8B-Instruct
@@ -96,7 +97,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="TYPES",
         help="what keys and values are stored in, each type in turn: float32, bfloat16, float16, "
-        "int8, k5v4, k5v3.6, int4 and what else kvjax decode --kv-dtype has (that of the weights)",
+        "int8, k5v4, k5v3.6, int4 and what else kvjax decode --kv-dtype has; with --methods full "
+        "what stores a prompt as a whole: kcvt4, kcvt3, kivi2, gear4, gear2, mikv8, mikv4, "
+        "zipcache, kvquant4, kvquant3, kvquant2, rotatekv4, rotatekv2, minicache, xkv, "
+        "xquant4, xquant2 (that of the weights)",
     )
     add_row_options(parser, what, usual=USUAL, target_tokens=64)
     what.add_argument(
@@ -135,18 +139,21 @@ def run(options: argparse.Namespace) -> int:
     # What can be refused without a model is refused before one is loaded.
     from kvjax.cache.methods import get_method
     from kvjax.engine.parallel import check_method
+    from kvjax.eval.prompt_codecs import PROMPT_CODECS
     from kvjax.eval.run import variants_of
     from kvjax.eval.sizes import EvaluatorConfig
 
     paper = chosen_table(options) if options.paper is not None else None
     fill_in(options, QUICK if options.quick else USUAL)
     stored = split_list("kv-dtype", options.cache_dtypes) if options.cache_dtypes else []
-    check_cache_dtypes(stored)
+    check_cache_dtypes(name for name in stored if name not in PROMPT_CODECS)
     check_model_options(options)
     methods, rates = _methods(options), rates_of(options.rates)
     variants = variants_of(methods, rates, stored) if paper is None else paper.variants
     for name in dict.fromkeys(variant.method for variant in variants):
         check_method(get_method(name), options.tensor_parallel)
+    for variant in variants:
+        variant.check(options.tensor_parallel)
     protocols = choose_protocols(options.protocols)
     check_rows(options)
     config = EvaluatorConfig(

@@ -52,6 +52,10 @@ class Spread:
             self.shard = HeadShard(number, AXIS, dealing.heads)
 
     @property
+    def devices(self) -> int:
+        return 1 if self.parallel is None else self.parallel.dealing.devices
+
+    @property
     def shard_heads(self) -> np.ndarray:
         """KV heads of each shard, over all layers [shards]."""
         if self.parallel is None:

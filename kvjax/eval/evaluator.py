@@ -16,13 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import (
-    CacheSpec,
-    Method,
-    get_method,
-    release,
-    write_prompt,
-)
+from kvjax.cache import CacheSpec, Method, get_method, release, write_prompt
 from kvjax.engine.decode import init_slots
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.parallel import SAME
@@ -30,6 +24,7 @@ from kvjax.engine.spread import DENSE, Spread, by_heads
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval import passes, told
+from kvjax.eval.prompt_rows import PromptRows
 from kvjax.eval.repetition import Repetition
 from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import needs_answer
@@ -56,6 +51,7 @@ class Evaluator:
             {**(artefacts or {}), **rope_artefacts(model.config)}
         )
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
+        self.of_weights = functools.cache(lambda codec: codec.from_weights(model))
         self.spec = cache_spec(model, config.block_size)
         self.repetition = Repetition(model, self.spread)
         self.compile_seconds = 0.0
@@ -118,8 +114,10 @@ class Evaluator:
 
         Raises:
             UserError: a variant does not fit a pool of its own, needs a calibration, or cannot run
-                on several devices.
+                on several devices or with its type.
         """
+        for variant in dict.fromkeys(v for variants in jobs.values() for v in variants):
+            variant.check(self.spread.devices)
         for name in dict.fromkeys(v.method for variants in jobs.values() for v in variants):
             self.spread.check_method(get_method(name))
             for array in get_method(name).artefacts:
@@ -205,6 +203,9 @@ class _RowRun:
         )
         self.full_top = np.asarray(jnp.argmax(self.dense.logits, axis=-1))
         self.metrics: dict[Any, tuple[Any, float]] = {}
+        self.rows = PromptRows(
+            evaluator._timed, evaluator.of_weights, self.dense, evaluator.artefacts
+        )
 
     @property
     def predicted(self) -> np.ndarray:
@@ -324,7 +325,8 @@ class _Cut:
         run, evaluator = self.run, self.run.evaluator
         method, config = get_method(variant.method), evaluator.config
         scores, seconds = run.metric(method, self.cut)
-        k, v, cut, at = run.dense.k, run.dense.v, np.int32(self.cut), np.int32(slot)
+        k, v, restoring = run.rows.of(variant, self.cut)
+        cut, at = np.int32(self.cut), np.int32(slot)
         keep = kept_blocks(variant, self.cut, evaluator.heads, config)
         shortfall, written = 0, evaluator.spread.cache_spec
         if keep == NO_BUDGET or not method.compresses:
@@ -342,7 +344,7 @@ class _Cut:
             shortfall = int(short)
         if not ok:
             return cache, None
-        return cache, _Admitted(variant, seconds + took, shortfall)
+        return cache, _Admitted(variant, seconds + restoring + took, shortfall)
 
     def score(self, cache, batch: list[_Admitted]):
         """Feed, teacher-force, decode; returns the emptied cache and the results."""
@@ -402,7 +404,7 @@ class _Cut:
             "kvs": int(kept.sum()),
             "blocks": blocks,
             "bytes_full": run.evaluator.spec.full_bytes(self.cut),
-            "bytes": blocks * spec.block_bytes + spec.window_bytes,
+            "bytes": admitted.variant.held_bytes(spec, self.cut, blocks),
             "shortfall": admitted.shortfall,
             "recall": told.rounded(recall.mean()) if len(self.chunk) else None,
             "recall_by_layer": [told.rounded(share) for share in recall]

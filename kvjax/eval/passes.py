@@ -23,6 +23,7 @@ from kvjax.engine.decode import SlotState, decode
 from kvjax.engine.dense import DensePass
 from kvjax.engine.parallel import SAME
 from kvjax.engine.spread import by_heads
+from kvjax.eval.prompt_codecs import PromptCodec
 from kvjax.kernels import (
     Prefix,
     prefill_attention,
@@ -50,6 +51,20 @@ def observe(
     layers = jnp.arange(num_layers, dtype=jnp.int32)
     scores = lax.map(of_layer, (layers, dense.q, dense.k, dense.v, dense.log_sum, dense.hidden))
     return observer.finish(scores, None, length, num_tokens)
+
+
+def through_codec(
+    codec: PromptCodec,
+    dense: DensePass,
+    length: Int32[Array, ""],
+    artefacts: Mapping[str, Array],
+) -> tuple[Float[Array, "L T H d"], Float[Array, "L T H d"]]:
+    """Keys and values of a prompt of `length` tokens as they come back from what is stored of it;
+    `codec` is static."""
+    # Products in fewer bits, as of some devices, would cost more than the codes do.
+    with jax.default_matmul_precision("highest"):
+        k, v = codec.restore(dense, length, artefacts)
+    return k.astype(dense.k.dtype), v.astype(dense.v.dtype)
 
 
 def attention_mass(

@@ -7,6 +7,7 @@ import jax
 from kvjax.cache import CacheSpec, as_codec, budget_blocks, cache_cap
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
+from kvjax.eval.prompt_codecs import PROMPT_CODECS, PromptCodec
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import activation_dtype
 
@@ -18,7 +19,7 @@ class Variant:
     method: str
     rate: float
     cache_dtype: str | None = None
-    """As of `kvjax.cache.as_codec`; None stores what is computed."""
+    """As of `kvjax.cache.as_codec`, or a name of `PROMPT_CODECS`; None stores what is computed."""
     cap: int | None = None
     """Tokens' worth of KVs that are kept of every prompt, instead of a rate, which is 1 then."""
 
@@ -27,6 +28,43 @@ class Variant:
         """What results call the method."""
         name = self.method if self.cap is None else f"{self.method} at {self.cap} tokens"
         return name if self.cache_dtype is None else f"{name} in {self.cache_dtype}"
+
+    @property
+    def prompt_codec(self) -> PromptCodec | None:
+        """What stores the prompt as a whole, if anything does."""
+        return None if self.cache_dtype is None else PROMPT_CODECS.get(self.cache_dtype)
+
+    def check(self, devices: int = 1) -> None:
+        """Refuse what stores a prompt as a whole where it cannot.
+
+        Raises:
+            UserError: a method evicts KVs of it, or its heads lie on several devices.
+        """
+        if self.prompt_codec is None:
+            return
+        if self.method != "full":
+            raise UserError(
+                f"{self.cache_dtype} stores all KVs of a prompt, and {self.method} leaves some "
+                "out: give --methods full"
+            )
+        if devices > 1:
+            raise UserError(
+                f"{self.cache_dtype} looks at all heads of a prompt, which {devices} devices "
+                "share: give --tensor-parallel 1"
+            )
+
+    def held_bytes(self, spec: CacheSpec, tokens: int, blocks: int) -> int:
+        """Bytes that are held of a prompt, with the numbers beside each KV.
+
+        Args:
+            spec: of the cache.
+            tokens: of the prompt.
+            blocks: that are held of them, over all heads.
+        """
+        codec = self.prompt_codec
+        if codec is None:
+            return blocks * spec.block_bytes + spec.window_bytes
+        return codec.stored_bytes(spec, tokens) + spec.heads * tokens * spec.number_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +144,12 @@ def cache_spec(
 ) -> CacheSpec:
     """What a cache keeps of a model's KVs: as they are computed, or in another type.
 
+    What was stored as a whole prompt lies in the cache as it was restored.
+
     Raises:
         UserError: no codec stores that, or not with the model's head dimension.
     """
+    cache_dtype = None if cache_dtype in PROMPT_CODECS else cache_dtype
     codec = as_codec(cache_dtype, activation_dtype(model.params))
     return CacheSpec.of(model.config, codec, block_size)
 

@@ -34,6 +34,27 @@ NAMED: Mapping[str, Codec] = {
     )
 }
 """Those that are no dtypes."""
+OF_PROMPTS: Mapping[str, str] = {
+    "kcvt4": "affine4",
+    "kcvt3": "int3.6",
+    "kivi2": "affine2",
+    "gear4": "int4",
+    "gear2": "int2",
+    "mikv8": "int3.6",
+    "mikv4": "int2",
+    "zipcache": "int3.6",
+    "kvquant4": "int4",
+    "kvquant3": "int3.6",
+    "kvquant2": "int2",
+    "rotatekv4": "int4",
+    "rotatekv2": "int2",
+    "minicache": "int8",
+    "xkv": "int2",
+    "xquant4": "int4",
+    "xquant2": "int2",
+}
+"""What stores whole prompts and is evaluated only (`kvjax.eval.prompt_codecs`), and the codec of a
+pool that is nearest in kind and bytes."""
 
 
 def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DTypeLike) -> Codec:
@@ -45,9 +66,14 @@ def as_codec(asked: Codec | jax.typing.DTypeLike | None, computed: jax.typing.DT
         computed: dtype of the model's keys and values, and of what is decoded.
 
     Raises:
-        UserError: no codec stores that, or it cannot have such a window.
+        UserError: no codec stores that, it cannot have such a window, or it stores whole prompts.
     """
     dtype = jnp.dtype(computed).name
+    if isinstance(asked, str) and asked in OF_PROMPTS:
+        raise UserError(
+            f"cache_dtype {asked} stores a prompt as a whole, which only kvjax evaluate can look "
+            f"at: give {OF_PROMPTS[asked]}, the nearest that a cache can be of"
+        )
     if isinstance(asked, str):
         asked = NAMED.get(asked, asked)
     if isinstance(asked, str) and (windowed := re.fullmatch("(.+)w(-?[0-9]{1,9})", asked)):
