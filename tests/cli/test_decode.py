@@ -161,6 +161,10 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
             ("--kv-dtype", "int3"),
             "cache_dtype 'int3': give one of bfloat16, float16, float32, int8",
         ),
+        (
+            ("--kv-dtype", "gear4"),
+            "cache_dtype gear4 stores a prompt as a whole, which only kvjax ",
+        ),
         (("--tensor-parallel", "0"), "tensor_parallel 0"),
         (("--kv-replicas", "2"), "kv_replicas 2 with tensor_parallel 1"),
         (("--kv-replicas", "0"), "kv_replicas 0"),

@@ -156,6 +156,22 @@ def test_types_of_keys_and_values_are_compared_by_their_bytes(tiny, prompts, tmp
     assert "0 results" in err
 
 
+def test_prompts_stored_whole_are_compared_by_their_bytes(tiny, prompts, tmp_path):
+    given = ("--prompts", prompts, "--methods", "full", "--free-tokens", 0)
+    code, out, err = tiny(*given, "--kv-dtype", "int8,xkv,kcvt4")
+    assert code == 0, err
+    rows = {(r["id"], r["method"]): r for r in read(tmp_path / "r.jsonl")}
+    names = ["full", *(f"full in {name}" for name in ("int8", "xkv", "kcvt4"))]
+    assert set(rows) == {(row, name) for row in "ab" for name in names}
+    row = rows["a", "full in xkv"]
+    tokens = row["compressed_tokens"]
+    # Ranks 4 and 6 of the 32 columns of both layers, beside eight bytes of numbers per KV.
+    assert row["bytes"] == 2 * (tokens + 32) * (4 + 6) + 8 * row["kvs"]
+    assert row["kvs"] == row["kvs_full"] == 4 * tokens
+    assert row["rate"] == 1.0
+    assert "| full in kcvt4 |" in out.split("## Fewer bytes")[1]
+
+
 def test_more_methods_and_rates_are_added_to_a_file(tiny, prompts, tmp_path):
     assert tiny("--prompts", prompts, "--rates", "2")[0] == 0
     assert tiny("--prompts", prompts, "--rates", "2,8")[0] == 0
@@ -207,6 +223,12 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
             "method tova with tensor_parallel",
         ),
         (("--kv-replicas", "2"), "kv_replicas 2 with tensor_parallel 1"),
+        (("--kv-dtype", "int8,gear4"), "gear4 stores all KVs of a prompt, and kv-compress leaves"),
+        (
+            ("--kv-dtype", "gear4", "--methods", "full", "--tensor-parallel", "2"),
+            "gear4 looks at all heads of a prompt, which 2 devices share",
+        ),
+        (("--kv-dtype", "gear5"), "cache_dtype 'gear5': give one of"),
         (("--nonsense",), "--nonsense"),
     ],
 )

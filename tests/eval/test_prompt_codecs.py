@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache import as_codec
+from kvjax.cache import CacheSpec, as_codec
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.store.named import OF_PROMPTS
 from kvjax.engine.dense import DensePass, dense_pass
@@ -36,6 +35,7 @@ from kvjax.eval.prompt_codecs.xquant import (
     XQuant,
 )
 from kvjax.eval.prompt_codecs.zipcache import ZipCache, drawn
+from kvjax.eval.prompt_rows import PromptRows
 from kvjax.eval.sizes import EvaluatorConfig, Variant
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import init_params
@@ -52,12 +52,15 @@ THREE = (3, 1, 8)
 
 @functools.cache
 def prompt(heads: int = 2, group: int = 2, d: int = 16) -> tuple[DensePass, dict[str, Any]]:
-    """A pass whose keys have an outlying channel, whose layers are alike and one of whose tokens is
-    a sink, and RoPE's frequencies. What follows the prompt is wild."""
+    """A pass whose keys have outlying channels, whose values are not around nought, whose layers
+    are alike and one of whose tokens is a sink, and RoPE's frequencies. What follows the prompt is
+    wild."""
     rng = np.random.default_rng(heads)
     base = rng.standard_normal((1, TOKENS, heads, d))
     k, v = (base + 0.7 * rng.standard_normal((LAYERS, TOKENS, heads, d)) for _ in range(2))
     k[..., 3] *= 6
+    k[..., 5] += 8
+    v += 3
     q = rng.standard_normal((LAYERS, TOKENS, heads * group, d))
     hidden = rng.standard_normal((LAYERS, TOKENS, HIDDEN))
     hidden[:, 4, 1] = -9
@@ -197,7 +200,7 @@ def test_xquant_refuses_keys_that_are_normalised():
 
 
 def assert_bytes(name: str, length: int, want: int) -> None:
-    shape = SimpleNamespace(num_layers=4, num_kv_heads=2, head_dim=16)
+    shape = CacheSpec(4, 2, 16, as_codec("float32", "float32"))
     assert PROMPT_CODECS[name].stored_bytes(shape, length) == want, name
 
 
@@ -280,6 +283,13 @@ def test_k_means_lose_no_more_than_what_they_begin_with(seed):
     assert losses[1] <= losses[0] * (1 + 1e-5)
 
 
+def test_levels_that_are_nearest_to_none_stay():
+    x = jnp.asarray([5.0] * 50 + [6, 7, 8, 9, 9, 9, 9, 9, 9, 9])
+    levels = np.asarray(levels_after(50)(x, jnp.ones(60, bool)))
+    assert levels[:6].tolist() == [5] * 6
+    assert levels[6:].min() >= 5
+
+
 @functools.cache
 def levels_after(steps: int):
     return jax.jit(functools.partial(k_means, levels=8, steps=steps))
@@ -292,8 +302,10 @@ class Coded(PromptCodec):
     dtype: str = "int2"
 
     def layer(self, view, artefacts):
+        assert view.v is not None
         codec = as_codec(self.dtype, "float32")
-        return tuple(codec.decode(codec.encode(x)) for x in (view.k, view.v))
+        k, v = (codec.decode(codec.encode(x)) for x in (view.k, view.v))
+        return k, v
 
     def stored_bytes(self, shape, length):
         return 1000 + length
@@ -318,6 +330,26 @@ def test_answers_are_read_from_what_comes_back(tiny_model, monkeypatch):
         assert isinstance(mine["free_answer"], str)
     # The cut decides what is stored together.
     assert len({results[p, "full in xquant4", 1.0]["bytes"] for p in ("chat", "agnostic")}) == 2
+
+
+def test_the_last_codec_is_kept_for_its_cut():
+    dense, artefacts = prompt()
+    asked = []
+
+    def timed(key, fn, *args):
+        asked.append(key)
+        return jax.jit(fn)(*args), 1.5
+
+    rows = PromptRows(timed, lambda codec: {}, dense, artefacts)
+    assert rows.of(Variant("full", 1.0), 9) == (dense.k, dense.v, 0.0)
+    variant = Variant("full", 1.0, "kcvt4")
+    first = rows.of(variant, 9)
+    assert rows.of(variant, 9) == first
+    assert len(asked) == 1
+    assert first[2] == 1.5
+    # Fewer tokens, and their ends are closer together.
+    assert np.abs(rows.of(variant, 30)[0][:, :9] - first[0][:, :9]).max() > 1e-3
+    assert len(asked) == 2
 
 
 def test_where_no_prompt_is_stored_whole_the_nearest_codec_is_named(tiny_model):

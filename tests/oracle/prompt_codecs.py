@@ -261,7 +261,7 @@ def low_rank(x: np.ndarray, layers: int, sixteenths: int) -> np.ndarray:
         rows = np.concatenate(list(part), axis=1).reshape(x.shape[1], -1)
         left, size, right = np.linalg.svd(rows, full_matrices=False)
         rank = max(1, rows.shape[1] * sixteenths // 16)
-        rows = left[:, :rank] * size[:rank] @ right[:rank]
+        rows = short(left[:, :rank] * size[:rank]) @ short(right[:rank])
         out += np.split(rows.reshape(x.shape[1], -1, x.shape[-1]), len(part), axis=1)
     return np.stack(out)
 
