@@ -39,15 +39,15 @@ class PromptRows:
     def of(self, variant: Variant, length: int) -> tuple[jax.Array, jax.Array, float]:
         """Keys and values [L, T, H, d] of which the first `length` tokens count, and the seconds
         that storing and restoring them took. Those of the last codec are kept."""
-        codec = variant.prompt_codec
+        codec, dense = variant.prompt_codec, self._dense
         if codec is None:
-            return self._dense.k, self._dense.v, 0.0
+            return dense.k, dense.v, 0.0
         if self._last is None or self._last[0] != (codec, length):
             self._last = None
             fn = functools.partial(passes.through_codec, codec)
             artefacts = {**self._artefacts, **self._of_weights(codec)}
             read = {name: artefacts[name] for name in (ROPE_FREQUENCY, *codec.artefacts)}
-            args = (self._dense, np.int32(length), read)
+            args = (dense, np.int32(length), read)
             self._last = (codec, length), self._timed(("codec", codec), fn, *args)
         (k, v), seconds = self._last[1]
         return k, v, seconds

@@ -239,8 +239,12 @@ BYTES = {
     "engine/memory.py": "weights, activations and the slots' states",
 }
 """Files beside the models' and the kernels' own that count bytes, and of what."""
-PER_HEAD = {"cli/throughput/limits.py": "floating-point operations of attention"}
-"""Files that multiply by the head dimension."""
+WHOLE_PROMPTS = ("kivi", "kvquant", "minicache", "rotatekv", "xkv", "xquant")
+PER_HEAD = {
+    "cli/throughput/limits.py": "floating-point operations of attention",
+    **{f"eval/prompt_codecs/{name}.py": "bytes that no pool holds" for name in WHOLE_PROMPTS},
+}
+"""Files that multiply by the head dimension, and for what."""
 
 
 def outside() -> Iterator[tuple[str, ast.AST]]:
