@@ -33,7 +33,8 @@ def data(tmp_path):
 def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     out, plot = tmp_path / "own.safetensors", tmp_path / "fit.png"
     command = ["--weights", str(tiny_folder), "--data", str(data), "--tokens", "96"]
-    command += ["--texts", "6", "--exercises", "2", "--out", str(out), "--plot", str(plot)]
+    command += ["--texts", "6", "--exercises", "2", "--trainings", "2"]
+    command += ["--out", str(out), "--plot", str(plot)]
     assert main_of(CALIBRATE, command) == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
@@ -41,13 +42,14 @@ def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "mean"]
     assert "6 texts, 552 tokens" in said.err
     gained = [
-        re.fullmatch(r"KL of .* at +(\d+)x: ([\d.]+), trained ([\d.]+)", x) for x in lines[4:7]
+        re.fullmatch(r"KL of .* at +(\d+)x: ([\d.]+), trained ([\d.]+)", x) for x in lines[4:8]
     ]
-    assert [int(row[1]) for row in gained if row] == [8, 16, 32]
+    assert [int(row[1]) for row in gained if row] == [4, 8, 16, 32]
     assert np.mean([float(row[3]) - float(row[2]) for row in gained if row]) <= 0
     found = Calibration.load(out)
     assert found.recipe["source"] == "texts"
-    assert (found.recipe["tokens"], found.recipe["exercises"]) == ("96", "2")
+    made_with = ("tokens", "exercises", "trainings")
+    assert [found.recipe[name] for name in made_with] == ["96", "2", "2"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     # Neither its state nor anything half written stays.
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "own.safetensors", "texts"]
