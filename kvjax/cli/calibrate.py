@@ -71,7 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="trainings, each on so many contexts of its own, whose mean is taken: as many times "
-        "longer, and better from 16x on (default: %(default)s)",
+        "longer, and on held-out contexts nearer to the full cache from 16x on (default: "
+        "%(default)s)",
     )
     add_devices_option(how)
     how.add_argument("--out", type=Path, help="file (MODEL.safetensors)")

@@ -44,8 +44,8 @@ class Practice:
     exercises: int = 160
     """Contexts that it is trained on, each once."""
     trainings: int = 1
-    """Trainings, each from the fit and on so many contexts of its own, whose mean is returned: what
-    each gains on its contexts alone is not in it (Wortsman et al. 2022, model soups)."""
+    """Trainings, each from the fit and on so many contexts of its own, whose mean is returned, for
+    what each gains on its contexts alone to count less (Wortsman et al. 2022, model soups)."""
     tokens: int = 1024
     """Of a context at most."""
     rates_each: int = 2
