@@ -44,6 +44,14 @@ def recorded(llm: LLM) -> list[Any]:
         close(request)
 
     llm.engine.intake.close = closing  # type: ignore[method-assign]
+    compress = llm.engine.compress
+
+    def compressing(request, blocks):
+        freed = compress(request, blocks)
+        log.append(("compress", request.id, freed))
+        return freed
+
+    llm.engine.compress = compressing  # type: ignore[method-assign]
     return log
 
 
@@ -75,11 +83,10 @@ def lead(llm: LLM, seed: int, rounds: int) -> None:
         if open_ones and rng.random() < 0.15:
             with contextlib.suppress(UserError):  # it may have ended
                 llm.abort(open_ones.pop())
-        if llm.scheduler.running and rng.random() < 0.3:
-            request = llm.scheduler.running[0]
-            if request.finish_reason is None:
-                with contextlib.suppress(UserError):  # its cache may be kept in full
-                    llm.compress(request.id, 2)
+        evicting = [r for r in llm.scheduler.running if r.budget is not None]
+        if evicting and rng.random() < 0.3:
+            with contextlib.suppress(UserError):  # it may have ended
+                llm.compress(evicting[0].id, 2)
         llm.step()
     while llm.has_unfinished():
         llm.step()

@@ -378,6 +378,7 @@ def check_decisions(two: list[Processes], first: LLM, second: LLM) -> None:
     assert {"Begin", "Chunk", "Insert", "Decode", "Remove"} <= kinds
     ends = {entry[2] for entry in logs[0] if str(entry[0]).startswith("request-")}
     assert {"length", "deadline", "error"} <= ends
+    assert any(entry[0] == "compress" and entry[2] > 0 for entry in logs[0])
     assert logs[0] == logs[1]
     told = [key for key in two[0].client.values if "/told/" in key]
     assert len(told) <= 3 * 4, "what all have read is deleted"
