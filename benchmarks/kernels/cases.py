@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Plain, as_codec
+from kvjax.cache.store import KVPool
+from kvjax.cache.store.codec import Pair
 from kvjax.kernels import ExactKVs
 from kvjax.kernels.paged_attention import spec
 
@@ -30,15 +32,37 @@ CODES = {
 """Shapes of decode attention whose pools hold codes, by name."""
 
 
+HALVES = {
+    f"{form or dtype} halves b={b} r={r}": spec.Shape(
+        4, 2, r, 64, 97, b, 12, dtype, (form, form), halves=True
+    )
+    for form, dtype, b, r in (
+        (None, "bfloat16", 16, 4),
+        (None, "bfloat16", 8, 8),
+        (None, "bfloat16", 64, 16),
+        (None, "float32", 16, 4),
+        ("int8", "bfloat16", 16, 4),
+        ("int8", "float32", 32, 3),
+        ("e4m3", "bfloat16", 64, 4),
+        ("e5m2", "bfloat16", 8, 4),
+    )
+}
+"""The same of keys and values that are halves of rows, as TPUs have them."""
+
+
 def coded(shape: spec.Shape, metric: bool = True) -> tuple:
-    """`Shape.arguments` with pools of codes, in the forms of the shape."""
+    """`Shape.arguments` with the pool that the shape says, of codes in its forms or of rows."""
     q, *_, table, lengths, of = shape.arguments()
-    pools = []
-    for form in shape.forms:
-        codec = as_codec(form, shape.dtype)
-        stored = codec.stored_shapes(shape.blocks, shape.block_size, shape.head_dim)
-        pools.append(codec.operand(stored))
-    return (q, *pools, table, lengths, of)[: 5 + metric]
+    codec = as_codec(shape.dtype, shape.dtype)
+    if shape.forms != (None, None):
+        keys, values = (as_codec(form, shape.dtype) for form in shape.forms)
+        codec = keys if keys == values else Pair(shape.dtype, keys, values)
+    pool = jax.eval_shape(
+        lambda: KVPool.empty(
+            codec, shape.blocks, shape.block_size, shape.head_dim, joined=shape.halves
+        )
+    )
+    return (q, *pool.operands, table, lengths, of)[: 5 + metric]
 
 
 EXACT = (

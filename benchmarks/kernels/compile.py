@@ -9,7 +9,8 @@ that only the last pass refuses), and need no device. Run it after every change 
     python -m benchmarks.kernels.compile --target v5e --target v6e --only 'd=128'
 
 The table is printed in Markdown; the last line is the same as compact JSON. The exit code is 1 if a
-kernel did not compile or spills registers, or a step computes anything twice to save memory.
+kernel did not compile or spills registers, or a step computes anything twice to save memory or
+copies its pool.
 """
 
 from kvjax.startup import guard
@@ -62,6 +63,10 @@ TPU_SHAPES = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8"}
 """Of topologies with so many devices; a single one is one of four."""
 TPU_BLOCKS = 1 << 20
 """Pools of more blocks do not fit a TPU's memory."""
+NARROW = "llama3.2-1b"
+"""A model of head dimension 64, of which two layers are compiled."""
+NARROW_POOL = 4 * 10**9
+"""Bytes of its pool, were that of bfloat16: far more than all else."""
 LARGE_POOL = "steps kv-compress-continual, pool of 75 GB"
 PLUGINS = {
     "h200": ("jax_cuda13_plugin", "cuda"),
@@ -135,7 +140,8 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
             continue
         if only in f"decode {family}":
             yield f"decode {family}", decode, shape.arguments(), (5,)
-    for name, shape in cases.CODES.items():
+    halves = {} if target == "h200" else cases.HALVES
+    for name, shape in (cases.CODES | halves).items():
         if only in f"decode {name}":
             yield f"decode {name}", decode, cases.coded(shape), (5,)
     for name in cases.EXACT:
@@ -181,6 +187,11 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     for method in ("full", "kv-compress-continual"):
         if only in f"steps {method}":
             yield f"steps {method}", *decode_steps(target, method)
+    for stored in ("bfloat16", "int8") if target != "h200" else ():
+        for method in ("full", "kv-compress-continual"):
+            if only in (name := f"steps {method} d=64 {stored}"):
+                narrow = decode_steps(target, method, 2, NARROW_POOL, stored=stored, model=NARROW)
+                yield name, *narrow
     if target == "h200" and only in LARGE_POOL:
         # Of which a few layers show what all do.
         large = decode_steps(target, "kv-compress-continual", 3, 75 * 10**9, slots=256)
@@ -210,9 +221,10 @@ def decode_steps(
     pool_bytes: int | None = None,
     slots: int = 16,
     stored: str | None = None,
+    model: str | None = None,
 ) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """The engine's decode loop: sequences of up to 1024 KVs per head, in a pool (of a codec, by its
-    name) that holds them all or has a given size."""
+    """The engine's decode loop, for a model by its name: sequences of up to 1024 KVs per head, in a
+    pool (of a codec, by its name) that holds them all or has a given size."""
     import jax
     import jax.numpy as jnp
 
@@ -222,19 +234,20 @@ def decode_steps(
     from kvjax.models.config import get_model_entry
     from kvjax.models.decoder import abstract_params
 
-    model = get_model_entry("llama3.1-8b" if target == "h200" else "qwen2.5-1.5b").config
-    model = model if layers is None else dataclasses.replace(model, num_layers=layers)
-    heads, blocks_per_head = model.num_kv_heads, 64
-    blocks = slots * model.num_layers * heads * blocks_per_head
+    usual = "llama3.1-8b" if target == "h200" else "qwen2.5-1.5b"
+    config = get_model_entry(model or usual).config
+    config = config if layers is None else dataclasses.replace(config, num_layers=layers)
+    heads, blocks_per_head = config.num_kv_heads, 64
+    blocks = slots * config.num_layers * heads * blocks_per_head
     if pool_bytes is not None:
-        blocks = pool_bytes // (16 * (4 * model.head_dim + 8))
+        blocks = pool_bytes // (16 * (4 * config.head_dim + 8))
 
     def arguments():
         cache = init_cache(
             num_slots=slots,
-            num_layers=model.num_layers,
+            num_layers=config.num_layers,
             num_kv_heads=heads,
-            head_dim=model.head_dim,
+            head_dim=config.head_dim,
             num_blocks=blocks,
             max_blocks_per_head=blocks_per_head,
             block_size=16,
@@ -244,10 +257,12 @@ def decode_steps(
         return cache, init_slots(slots), zeros, zeros[0], zeros[:1]
 
     params = abstract_params(
-        model, jnp.bfloat16, stacks_layers("gpu" if target == "h200" else "tpu")
+        config, jnp.bfloat16, stacks_layers("gpu" if target == "h200" else "tpu")
     )
-    call = functools.partial(decode, model, get_method(method).decode, 8, None)
-    return call, (params, *jax.eval_shape(arguments)), (1, 2)
+    call = functools.partial(decode, config, get_method(method).decode, 8, None)
+    with in_its_place(absent_device(target)):
+        cache_and_slots = jax.eval_shape(arguments)
+    return call, (params, *cache_and_slots), (1, 2)
 
 
 def in_its_place(device):
@@ -285,6 +300,12 @@ def compiled(
 def repeated(program) -> int:
     """Operations of a compiled program that XLA computes again to save memory."""
     return len(re.findall(r"%\S*\.remat\S* =", program.as_text() or ""))
+
+
+def copied(program, shape: tuple[int, ...]) -> int:
+    """Copies of arrays of that shape in a compiled program."""
+    dims = re.escape(",".join(map(str, shape)))
+    return len(re.findall(rf" = \(?\w+\[{dims}\].* copy(?:-start)?\(", program.as_text() or ""))
 
 
 def gpu_rows(call: str, temporaries: int | None, folder: Path) -> Iterator[Row]:
@@ -345,6 +366,8 @@ def absent_devices(target: str, count: int = 1) -> list:
 
 def rows(target: str, only: str) -> Iterator[Row]:
     """Compile everything for one target."""
+    import jax
+
     from kvjax.engine.compilation import compiler_options
 
     startup.started()
@@ -362,6 +385,10 @@ def rows(target: str, only: str) -> Iterator[Row]:
             if again := repeated(program):
                 error = f"{again} operations are computed again"
                 yield Row(target, call, "", error=error)
+            if steps:
+                pool = max(jax.tree.leaves(arguments[1].kv), key=lambda x: x.size)
+                if copies := copied(program, pool.shape):
+                    yield Row(target, call, "", error=f"{copies} copies of the pool")
             memory = program.memory_analysis()
             temporaries = memory.temp_size_in_bytes if memory else None
             if target == "h200":

@@ -5,7 +5,7 @@ no cache, no model.
 """
 
 from kvjax.kernels.choice import explain
-from kvjax.kernels.encoded import Encoded
+from kvjax.kernels.encoded import Encoded, Half
 from kvjax.kernels.move_kvs import move_kvs
 from kvjax.kernels.paged_attention import (
     ExactKVs,
@@ -24,6 +24,7 @@ from kvjax.kernels.window_metrics import hit_intervals, window_metrics
 __all__ = [
     "Encoded",
     "ExactKVs",
+    "Half",
     "Prefix",
     "append_and_attend",
     "explain",

@@ -1,4 +1,4 @@
-"""A pool that attention reads through a decoder."""
+"""Pools that attention reads through a decoder, or as one half of wider rows."""
 
 import dataclasses
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
@@ -25,10 +25,55 @@ class Decoder(Protocol):
     def decode(self, stored: Any) -> Float[Array, "*n d"]: ...
 
 
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A pool [N, b, w] of keys or values where a row of each make one row of an array [N, b, 2 w].
+
+    TPUs keep rows of 128 numbers as they are, and turn around a pool of shorter ones.
+    """
+
+    both: Num[Array, "N b w2"]
+    """Keys first."""
+    of_values: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.both.shape[:-1], self.both.shape[-1] // 2)
+
+    @property
+    def ndim(self) -> int:
+        return self.both.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.both.dtype
+
+    def __getitem__(self, blocks: Int32[Array, "*n"]) -> Num[Array, "..."]:
+        """The rows of some blocks."""
+        return self.of(self.both[blocks])
+
+    def of(self, rows: Num[Array, "*n w2"]) -> Num[Array, "*n w"]:
+        """This half of some rows of the array."""
+        half = rows.shape[-1] // 2
+        return rows[..., half:] if self.of_values else rows[..., :half]
+
+
+def is_half(x: object) -> bool:
+    """Whether it is a `Half`: a leaf of what a pool stores."""
+    return isinstance(x, Half)
+
+
+def without_halves(stored: Any) -> Any:
+    """What is stored, with an array of its own in place of each half."""
+    return jax.tree.map(lambda x: x.of(x.both) if is_half(x) else x, stored, is_leaf=is_half)
+
+
 class Codes(NamedTuple):
     """Rows as a pool stores them, for kernels that make numbers of them."""
 
-    stored: Num[Array, "*n w"]
+    stored: Num[Array, "*n w"] | Half
     """What is stored of the numbers: w of d of them where a byte holds several."""
     scale: Float[Array, "*n"]
 
@@ -70,12 +115,12 @@ class Encoded:
     """
 
     stored: Any
-    """Arrays (a pytree) with leading axes [N, b]."""
+    """Arrays, or halves of some (a pytree), with leading axes [N, b]."""
     decoder: Decoder = dataclasses.field(metadata={"static": True})
 
     @property
     def _rows(self) -> jax.ShapeDtypeStruct:
-        return jax.eval_shape(self.decoder.decode, self.stored)
+        return jax.eval_shape(lambda x: self.decoder.decode(without_halves(x)), self.stored)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,7 +135,7 @@ class Encoded:
         return self._rows.dtype
 
     def _blocks(self, blocks: Int32[Array, "*n"]) -> Any:
-        return jax.tree.map(lambda x: x[blocks], self.stored)
+        return jax.tree.map(lambda x: x[blocks], self.stored, is_leaf=is_half)
 
     def __getitem__(self, blocks: Int32[Array, "*n"]) -> Float[Array, "..."]:
         """The rows of some blocks."""
@@ -120,12 +165,19 @@ def form_of(pool: object) -> str | None:
     return pool.form if isinstance(pool, Encoded) else None
 
 
-def factors_of(pool: Array | Encoded, blocks: Int32[Array, "*n"]) -> Factors:
+def half_of(pool: object) -> bool | None:
+    """Which half of an array's rows those of a pool, or its codes, are: False for that of keys,
+    True for that of values, None if they are no halves."""
+    leaves = jax.tree.leaves(pool.stored if isinstance(pool, Encoded) else pool, is_leaf=is_half)
+    return next((x.of_values for x in leaves if isinstance(x, Half)), None)
+
+
+def factors_of(pool: Array | Encoded | Half, blocks: Int32[Array, "*n"]) -> Factors:
     """The rows of some blocks of a pool, as factors."""
     return pool.factors(blocks) if isinstance(pool, Encoded) else Factors(pool[blocks])
 
 
-def turned(pool: Array | Encoded, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+def turned(pool: Array | Encoded | Half, rows: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
     """Rows in the basis of a pool's codes, or back."""
     if isinstance(pool, Encoded) and isinstance(pool.decoder, Factored):
         return pool.decoder.turned(rows)

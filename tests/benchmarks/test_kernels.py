@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +40,42 @@ def test_missing_toolchain_says_what_to_install(monkeypatch, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main_of(compiling.main, ["--target", "v5e"]) == 2
     assert "needs libtpu: pip install" in capsys.readouterr().err
+
+
+IN_PLACE = "bf16[4096,16,128]{2,1,0} fusion(%pool), kind=kLoop"
+TURNED = "bf16[4096,16,128]{0,2,1} copy(%pool)"
+BEGUN = "(bf16[4096,16,128]{2,1,0}, u32[]) copy-start(%pool)"
+OTHER = "bf16[14096,16,128]{0,2,1} copy(%weights)"
+
+
+@pytest.mark.parametrize(
+    ("operations", "count"), [([IN_PLACE, OTHER], 0), ([TURNED, BEGUN, IN_PLACE], 2)]
+)
+def test_copies_of_the_pool_are_counted(operations: list[str], count: int) -> None:
+    """Where memory holds little else, there is no room for one."""
+    lines = ["ENTRY %main (a: u32[]) -> u32[] {", *(f"  %x = {o}" for o in operations), "}"]
+    program = SimpleNamespace(as_text=lambda: "\n".join(lines))
+    assert compiling.copied(program, (4096, 16, 128)) == count
+
+
+@pytest.mark.slow
+def test_no_step_copies_a_pool_of_head_dimension_64() -> None:
+    """A decode step of Llama-3.2-1B's shapes, compiled for a TPU that is not there."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu: pip install '.[tpu]'")
+    command = [
+        "-m",
+        "benchmarks.kernels.compile",
+        "--target",
+        "v5e",
+        "--only",
+        "steps full d=64 bfloat16",
+    ]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    *_, row, summary = done.stdout.splitlines()
+    assert json.loads(summary) == {"kernels": 1, "bad": []}, done.stdout + done.stderr[-2000:]
+    temporaries = int(row.split("|")[8])
+    assert 0 < temporaries < compiling.NARROW_POOL / 20
 
 
 @pytest.mark.slow

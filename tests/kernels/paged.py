@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.cache import as_codec
-from kvjax.kernels import Encoded, ExactKVs
+from kvjax.kernels import Encoded, ExactKVs, Half
+from kvjax.kernels.encoded import without_halves
 from kvjax.kernels.paged_attention import mosaic_gpu, reference, spec, tpu
 from tests.oracle import attend
 
@@ -53,7 +54,7 @@ def problem(
     """A cache with these lengths: permuted pages, free blocks and unwritten slots poisoned.
 
     Table entries that may not be followed hold N. `spread` scales the logits. With `shape.forms`
-    the pools hold codes.
+    the pools hold codes; with `shape.halves` keys and values are halves of one array's rows.
     """
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths, np.int32)
@@ -82,6 +83,8 @@ def problem(
     out, new_metric = exact(
         q, rows_of(k), rows_of(v), table, lengths, scale, metric, power, touched
     )
+    if shape.halves:
+        k, v = joined(k, v)
     arguments = (q, k, v, jnp.asarray(table), jnp.asarray(lengths))
     of = None if observed is None else jnp.asarray(touched)
     return Problem(arguments, jnp.asarray(metric), scale, out, new_metric, power, of)
@@ -96,11 +99,23 @@ def coded(rows, written, form: str | None):
     return codec.operand({"codes": codes, "scale": scale})
 
 
+def joined(k, v):
+    """Two pools as the halves of one."""
+    if isinstance(k, Encoded):
+        both = joined(k.stored["codes"], v.stored["codes"])
+        pairs = zip((k, v), both, strict=True)
+        return [dataclasses.replace(x, stored={**x.stored, "codes": half}) for x, half in pairs]
+    both = jnp.concatenate([k, v], axis=2)
+    return Half(both, False), Half(both, True)
+
+
 def rows_of(pool):
     """The rows of a pool; of codes in float32, as their products are."""
+    if isinstance(pool, Half):
+        return pool.of(pool.both)
     if not isinstance(pool, Encoded):
         return pool
-    return as_codec(pool.form, "float32").decode(pool.stored)
+    return as_codec(pool.form, "float32").decode(without_halves(pool.stored))
 
 
 def exact(q, k, v, table, lengths, scale, metric, power, touched):

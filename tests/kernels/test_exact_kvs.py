@@ -122,10 +122,12 @@ def coded(
     return spec.Shape(2, 2, r, d, 0, b, 12, dtype, (keys, values))
 
 
+HALVES = dataclasses.replace(coded("int8", "int8"), halves=True)
 SLOW = pytest.mark.slow
 IN_KERNELS = [
     pytest.param("mosaic_gpu", coded("int8", "int8"), NEWEST, 130, 2, None, id="hopper"),
     pytest.param("tpu", coded("int8", "int8"), NEWEST, 130, 1, [False, True], id="tpu"),
+    pytest.param("tpu", HALVES, NEWEST, 130, 2, None, id="tpu-halves"),
     *(
         pytest.param(*case, id=f"{case[0]}-{n}", marks=SLOW)
         for n, case in enumerate(

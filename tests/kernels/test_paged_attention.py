@@ -75,10 +75,28 @@ CODES = {
 }
 CASES |= CODES
 
+HALVES = {
+    "halves": (RAGGED, shaped(head_dim=64, halves=True)),
+    "halves long": ([[0, 0], [0, 700]], shaped(head_dim=64, halves=True)),
+    "halves float32 b=8": (RAGGED, shaped(head_dim=64, halves=True, dtype="float32", block_size=8)),
+    "halves r=16 b=64": (RAGGED, shaped(head_dim=64, halves=True, group=16, block_size=64)),
+    "halves int8": (RAGGED, shaped(head_dim=64, halves=True, forms=("int8", "int8"))),
+    "halves e4m3 b=32": (
+        RAGGED,
+        shaped(head_dim=64, halves=True, forms=("e4m3", "e4m3"), block_size=32),
+    ),
+}
+"""Keys and values in one row each, as TPUs have them."""
+CASES |= HALVES
+
 BY_DEFAULT = {
-    "xla": set(CASES) - {"r=1", "r=3", "b=32", "float32 d=80 r=16", "int8 b=32", "e4m3 float32"},
-    "tpu": set(CASES) - set(CODES) | {"int8", "e5m2 d=64"},
-    "tpu_checked": {"ragged", "one long head", "b=8", "float32", "int8 b=8"},
+    "xla": (
+        set(CASES)
+        - {"r=1", "r=3", "b=32", "float32 d=80 r=16", "int8 b=32", "e4m3 float32", *HALVES}
+        | {"halves", "halves int8"}
+    ),
+    "tpu": set(CASES) - set(CODES) - set(HALVES) | {"int8", "e5m2 d=64", "halves", "halves int8"},
+    "tpu_checked": {"ragged", "one long head", "b=8", "float32", "int8 b=8", "halves long"},
     "mosaic_gpu": {
         "ragged", "all empty", "one long head", "float32", "b=64", "int8",
         "int8 int4 d=64", "e5m2 d=64",
@@ -97,6 +115,7 @@ MATRIX = [
     for name in IMPLEMENTATIONS
     for case in CASES
     if not (name.startswith("tpu") and (case == "float16" or "int4" in case))
+    and not (name == "mosaic_gpu" and case in HALVES)
 ]
 
 

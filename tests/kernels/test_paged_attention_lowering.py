@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels import cases
-from kvjax.kernels import explain, paged_attention
+from kvjax.kernels import Half, explain, paged_attention
 from kvjax.kernels.paged_attention import spec
 from tests.kernels.devices import H200, TPU_V5E, TPU_V6E
 
@@ -33,8 +33,7 @@ def lowered(shape: spec.Shape, platform: str, with_metric: bool) -> str:
             q, k, v, table, lengths, metric=metric, return_metric=with_metric
         )  # fmt: skip
 
-    arguments = shape.arguments() if shape.forms == (None, None) else cases.coded(shape)
-    traced = jax.jit(call).trace(*arguments)
+    traced = jax.jit(call).trace(*cases.coded(shape))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -61,6 +60,36 @@ def test_codes_lower(name: str) -> None:
             text = lowered(shape, platform, with_metric=True)
         assert said.startswith(kernel)
         assert not any(rows + kind in text for kind in ("bf16", "f16", "f32"))
+
+
+@pytest.mark.parametrize("name", cases.HALVES)
+def test_halves_lower_for_tpu(name: str) -> None:
+    """One array of both comes to the kernel, and none of keys or of values."""
+    shape = cases.HALVES[name]
+    with jax.sharding.use_abstract_mesh(TPU_V5E):
+        assert explain(paged_attention, *cases.coded(shape, metric=False)).startswith("tpu: ")
+        text = lowered(shape, "tpu", with_metric=True)
+    rows = f"tensor<{shape.blocks}x{shape.block_size}x"
+    assert rows + "128x" in text
+    assert rows + "64x" not in text
+
+
+@pytest.mark.parametrize(
+    ("device", "d", "said"),
+    [
+        (H200, 64, "mosaic_gpu does not serve keys and values in one row"),
+        (TPU_V5E, 80, "tpu does not serve rows of 160 numbers for both keys and values"),
+    ],
+)
+def test_why_no_kernel_reads_halves_is_said(device, d: int, said: str) -> None:
+    q, k, _, *rest = spec.Shape(4, 2, 4, d, 97, 16, 12).arguments(metric=False)
+    both = jax.ShapeDtypeStruct((*k.shape[:2], 2 * d), k.dtype)
+    keys, values = (Half(both, x) for x in (False, True))  # type: ignore[arg-type]
+    with jax.sharding.use_abstract_mesh(device):
+        assert said in explain(paged_attention, q, keys, values, *rest)
+    for wrong in ((values, keys), (keys, k), (keys, keys)):
+        with pytest.raises(ValueError, match=r"^halves of rows that k and v are: got "):
+            explain(paged_attention, q, *wrong, *rest)
 
 
 @pytest.mark.parametrize(
@@ -92,19 +121,54 @@ def test_lowers_for_h200_with_two_halves_of_many_query_heads() -> None:
 GROUPS = (1, 3, 8, 9, spec.MAX_GROUP)
 
 
+FORMS = (None, "int8", "int4", "e4m3", "e5m2")
+KERNELS = {"mosaic_gpu": (H200, "cuda"), "tpu": (TPU_V5E, "tpu")}
+
+
+def served(kernel: str, shape: spec.Shape) -> bool:
+    """What docs/kernels.md says the decode kernels serve."""
+    form, d = shape.forms[0], shape.head_dim
+    if shape.group > spec.MAX_GROUP or d not in spec.HEAD_DIMS:
+        return False
+    if shape.block_size not in spec.BLOCK_SIZES:
+        return False
+    if kernel == "tpu":
+        return shape.dtype != "float16" and form != "int4"
+    dims = {None: spec.HEAD_DIMS, "int4": (64, 128)}
+    return not shape.halves and d in dims.get(form, (64, 96, 128))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", spec.BLOCK_SIZES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block_size", [*spec.BLOCK_SIZES, 128])
 @pytest.mark.parametrize("dtype", spec.DTYPES)
-def test_whatever_is_accepted_lowers(dtype: str, block_size: int) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_whatever_is_accepted_lowers(
+    kernel: str, dtype: str, block_size: int, form: str | None
+) -> None:
     """Every shape that the kernels say they serve, and nothing is served by chance."""
-    for group, d in itertools.product((*GROUPS, spec.MAX_GROUP + 1), (*spec.HEAD_DIMS, 72)):
-        shape = spec.Shape(2, 2, group, d, 40, block_size, 8, dtype)
-        with jax.sharding.use_abstract_mesh(H200):
-            said = explain(paged_attention, *shape.arguments(metric=False))
-            served = group <= spec.MAX_GROUP and d in spec.HEAD_DIMS
-            assert said.startswith("mosaic_gpu" if served else "xla: mosaic_gpu does not serve")
-            if served:
-                assert_two_kernels(lowered(shape, "cuda", with_metric=True), shape)
+    device, platform = KERNELS[kernel]
+    groups = GROUPS if form is None else (3, spec.MAX_GROUP)
+    groups, dims = (*groups, spec.MAX_GROUP + 1), (*spec.HEAD_DIMS, 72)
+    for group, d, halves in itertools.product(groups, dims, (False, True)):
+        if halves and (d != 64 or form == "int4"):  # whose codes of 64 numbers are 32 bytes
+            continue
+        shape = spec.Shape(2, 2, group, d, 40, block_size, 8, dtype, (form, form), halves)
+        with jax.sharding.use_abstract_mesh(device):
+            # The Hopper kernel says why first, the TPU's behind it.
+            said = explain(paged_attention, *cases.coded(shape, metric=False))
+            if not served(kernel, shape):
+                assert said.startswith("xla: mosaic_gpu does not serve"), shape
+                assert f"{kernel} does not serve" in said, shape
+                with pytest.raises(ValueError, match=f"^implementation: got '{kernel}'"):
+                    explain(paged_attention, *cases.coded(shape, False), implementation=kernel)
+                continue
+            assert said.split(":")[0] == kernel, shape
+            text = lowered(shape, platform, with_metric=True)
+        if kernel == "mosaic_gpu":
+            assert_two_kernels(text, shape)
+        else:
+            assert "tpu_custom_call" in text, shape
 
 
 @pytest.mark.parametrize("family", ["llama-3.1-8b", "float32 d=96"])

@@ -1,4 +1,9 @@
-"""The pool of keys and values: reads, writes and moves, whatever a codec makes of them."""
+"""The pool of keys and values: reads, writes and moves, whatever a codec makes of them.
+
+TPUs keep an array of rows of 128 numbers as it is. One of 64 they lay out with blocks last, and
+every layer of a decode step would copy it to read blocks of it, and back: there a key and a value
+(or codes of both) are one row.
+"""
 
 import dataclasses
 from typing import Any, no_type_check
@@ -8,8 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain
-from kvjax.kernels import append_and_attend, move_kvs, paged_attention
+from kvjax.kernels import Half, append_and_attend, device, move_kvs, paged_attention
+from kvjax.kernels.encoded import without_halves
 from kvjax.kernels.paged_attention import reference
+
+LANES = 128
+"""Numbers of a row that TPUs keep as it is."""
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -24,17 +33,29 @@ class KVPool:
     stored_k: Any
     """Arrays with leading axes [N, b]."""
     stored_v: Any
+    """The same; None in place of an array whose rows are the second halves of `stored_k`'s."""
     codec: Codec = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def empty(cls, codec: Codec, num_blocks: int, block_size: int, head_dim: int) -> "KVPool":
-        """A pool in which everything stored is 0."""
+    def empty(
+        cls,
+        codec: Codec,
+        num_blocks: int,
+        block_size: int,
+        head_dim: int,
+        joined: bool | None = None,
+    ) -> "KVPool":
+        """A pool in which everything stored is 0.
 
-        def zeros(one: Codec):
-            shapes = one.stored_shapes(num_blocks, block_size, head_dim)
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-        return cls(zeros(codec.of_keys), zeros(codec.of_values), codec)
+        `joined`: whether keys and values whose rows are of 64 numbers each make one row; by default
+        on TPUs.
+        """
+        shape = (num_blocks, block_size, head_dim)
+        k, v = codec.of_keys.stored_shapes(*shape), codec.of_values.stored_shapes(*shape)
+        if device.of(None).platform == "tpu" if joined is None else joined:
+            k, v = _joined_shapes(k, v)
+        k, v = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (k, v))
+        return cls(k, v, codec)
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
@@ -42,10 +63,16 @@ class KVPool:
         return self.codec.of_keys, self.codec.of_values
 
     @property
+    def joined(self) -> bool:
+        """Whether arrays of keys have those of values in the same rows."""
+        return _any_joined(self.stored_v)
+
+    @property
     def operands(self) -> tuple[Any, Any]:
         """Keys and values [N, b, d] as attention takes them; indexed by blocks they give rows."""
         keys, values = self._codecs
-        return keys.operand(self.stored_k), values.operand(self.stored_v)
+        k, v = _apart(self.stored_k, self.stored_v)
+        return keys.operand(k), values.operand(v)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -56,8 +83,8 @@ class KVPool:
         self, blocks: Int32[Array, "*n"]
     ) -> tuple[Float[Array, "... b d"], Float[Array, "... b d"]]:
         """Keys and values of some blocks, decoded; those of ids out of range decode zeros."""
-        k, v = jax.tree.map(lambda x: gathered(x, blocks), (self.stored_k, self.stored_v))
         keys, values = self._codecs
+        k, v = self._gathered(blocks)
         return keys.decode(k), values.decode(v)
 
     def write(
@@ -79,8 +106,6 @@ class KVPool:
         and are not encoded a second time."""
         if isinstance(self.codec, Plain):
             return self.write((blocks,), k, v)
-        stored = (self.stored_k, self.stored_v)
-        held = jax.tree.map(lambda x: gathered(x, blocks), stored)
 
         def rows(codec: Codec, old: Any, new: Float[Array, "... b d"]) -> Any:
             same = jnp.all(new == codec.decode(old), axis=-1)
@@ -91,12 +116,9 @@ class KVPool:
 
             return jax.tree.map(chosen, old, codec.encode(new))
 
-        k, v = jax.tree.map(
-            lambda pool, new: scattered(pool, (blocks,), new),
-            stored,
-            tuple(rows(*each) for each in zip(self._codecs, held, (k, v))),
-        )
-        return KVPool(k, v, self.codec)
+        held = self._gathered(blocks)
+        new = (rows(*each) for each in zip(self._codecs, held, (k, v)))
+        return self._with_stored(lambda pool, rows: scattered(pool, (blocks,), rows), *new)
 
     def write_newest(
         self,
@@ -122,7 +144,7 @@ class KVPool:
     ) -> tuple["KVPool", Any]:
         """With the newest KV of one layer written, of heads that `context_len` counts any of, and
         what `paged_attention` (with its options) makes of queries and all KVs."""
-        if isinstance(self.codec, Plain):
+        if isinstance(self.codec, Plain) and not self.joined:
             keys, values = self._codecs
             pools, attended = append_and_attend(
                 q, keys.encode(k), values.encode(v), *self.operands, block_table, context_len,
@@ -157,11 +179,67 @@ class KVPool:
 
     def _with(self, written, k, v) -> "KVPool":
         """With `written` of each array and of the encoded rows that belong there."""
-        stored = (self.stored_k, self.stored_v)
         keys, values = self._codecs
-        rows = (keys.encode(k), values.encode(v))
-        k, v = jax.tree.map(written, stored, rows)
+        return self._with_stored(written, keys.encode(k), values.encode(v))
+
+    def _with_stored(self, written, k, v) -> "KVPool":
+        """With `written` of each array and of what is stored there of some rows."""
+        if self.joined:
+
+            def both(held, one, other):
+                return jnp.concatenate([one, other], axis=-1) if held is None else one
+
+            def kept(held, other):
+                return None if held is None else other
+
+            k = jax.tree.map(both, self.stored_v, k, v, is_leaf=_is_none)
+            v = jax.tree.map(kept, self.stored_v, v, is_leaf=_is_none)
+        k, v = jax.tree.map(written, (self.stored_k, self.stored_v), (k, v))
         return KVPool(k, v, self.codec)
+
+    def _gathered(self, blocks: Int32[Array, "*n"]) -> tuple[Any, Any]:
+        """What is stored of the keys and of the values of some blocks, 0 for ids out of range."""
+        found = jax.tree.map(lambda x: gathered(x, blocks), (self.stored_k, self.stored_v))
+        return without_halves(_apart(*found))
+
+
+def _is_none(x: object) -> bool:
+    return x is None
+
+
+def _any_joined(v: Any) -> bool:
+    """Whether an array of what is stored of values is one with that of keys."""
+    return any(map(_is_none, jax.tree.leaves(v, is_leaf=_is_none)))
+
+
+def _joined_shapes(k: Any, v: Any) -> tuple[Any, Any]:
+    """What is to be stored of keys and of values, shapes [N, b, 64] of both as one [N, b, 128] in
+    place of that of keys, and None in place of the other."""
+    if jax.tree.structure(k) != jax.tree.structure(v):
+        return k, v
+
+    def fit(one, other):
+        return one == other and one.ndim == 3 and 2 * one.shape[2] == LANES
+
+    def both(one, other):
+        shape = (*one.shape[:2], LANES) if fit(one, other) else one.shape
+        return jax.ShapeDtypeStruct(shape, one.dtype)
+
+    return jax.tree.map(both, k, v), jax.tree.map(lambda x, y: None if fit(x, y) else y, k, v)
+
+
+def _apart(k: Any, v: Any) -> tuple[Any, Any]:
+    """What is stored of keys and of values, each array of both as its halves."""
+    if not _any_joined(v):
+        return k, v
+
+    def of_keys(one, other):
+        return Half(one, False) if other is None else one
+
+    def of_values(one, other):
+        return Half(one, True) if other is None else other
+
+    return jax.tree.map(of_keys, k, v), jax.tree.map(of_values, k, v)
 
 
 def gathered(

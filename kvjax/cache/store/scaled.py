@@ -35,7 +35,7 @@ class Scaled(Codec):
         """What kernels call the codes."""
         return self.name
 
-    def codes(self, stored: Stored) -> Codes:
+    def codes(self, stored: dict[str, Any]) -> Codes:
         return Codes(stored["codes"], stored["scale"])
 
     def factors(self, stored: Stored) -> Factors:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device
-from kvjax.kernels.encoded import Encoded, form_of
+from kvjax.kernels.encoded import Encoded, Half, form_of, half_of
 from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.exact import ExactKVs
 from kvjax.kernels.paged_attention.worklist import WorkList
@@ -27,8 +27,8 @@ ON_HOPPER = ("mosaic_gpu", *VARIANTS)
 
 def paged_attention(
     q: Float[Array, "S Hr d"],
-    k: Float[Array, "N b d"] | Encoded,
-    v: Float[Array, "N b d"] | Encoded,
+    k: Float[Array, "N b d"] | Encoded | Half,
+    v: Float[Array, "N b d"] | Encoded | Half,
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     *,
@@ -47,7 +47,7 @@ def paged_attention(
     Args:
         q: one query per sequence and query head; query head i reads KV head i // r.
         k: pool of keys: bfloat16, float16 or float32, or `Encoded` as such.
-        v: pool of values, of the same type.
+        v: pool of values, of the same type. Both may be the `Half` of one array.
         block_table: blocks of each head; entries from ⌈context_len / b⌉ on are not followed.
         context_len: KVs of each head; 0 gives an output of zeros.
         scale: factor of the logits, 1/√d by default.
@@ -130,8 +130,8 @@ def append_and_attend(
 def _attend(
     chosen: Choice,
     q: Array,
-    k: Array | Encoded,
-    v: Array | Encoded,
+    k: Array | Encoded | Half,
+    v: Array | Encoded | Half,
     block_table: Array,
     context_len: Array,
     *,
@@ -249,7 +249,7 @@ def _choose(
 
 def plan_paged_attention(
     context_len: Int32[Array, "*layers S H"],
-    k: Float[Array, "N b d"] | Encoded,
+    k: Float[Array, "N b d"] | Encoded | Half,
     *,
     num_query_heads: int,
     max_blocks: int,
@@ -282,6 +282,7 @@ def plan_paged_attention(
         max_blocks,
         str(k.dtype),
         (form_of(k), form_of(k)),
+        half_of(k) is not None,
     )
     chosen = _choose(shape, k, None, return_metric, implementation)
     if chosen.name not in ON_HOPPER:

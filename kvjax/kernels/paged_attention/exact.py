@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.kernels.encoded import Encoded, turned
+from kvjax.kernels.encoded import Encoded, Half, turned
 
 WORD = 32
 """KVs of a word of `Piece.words`."""
@@ -115,7 +115,7 @@ def attend_exact(
 def piece_of(
     q: Float[Array, "S Hr d"],
     exact: ExactKVs,
-    v: Float[Array, "N b d"] | Encoded,
+    v: Float[Array, "N b d"] | Encoded | Half,
     context_len: Int32[Array, "S H"],
     scale: float,
 ) -> Piece:

@@ -36,6 +36,8 @@ def config(
         NotImplementedError: no instance does, with the reason.
     """
     served_shape(shape, FORMS)
+    if shape.halves:
+        raise NotImplementedError("keys and values in one row")
     forms = _forms(shape)
     per_core = 1 if shape.dtype == "float32" and forms is None else 2
     draft = Config(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-from kvjax.kernels.encoded import Encoded, Factors, factors_of, turned
+from kvjax.kernels.encoded import Encoded, Factors, Half, factors_of, turned
 from kvjax.kernels.paged_attention.exact import ExactKVs, Piece, attend_exact, finite
 
 PIECE_TOKENS = 64
@@ -48,8 +48,8 @@ def write_newest(
 
 def paged_attention(
     q: Float[Array, "S Hr d"],
-    k: Float[Array, "N b d"] | Encoded,
-    v: Float[Array, "N b d"] | Encoded,
+    k: Float[Array, "N b d"] | Encoded | Half,
+    v: Float[Array, "N b d"] | Encoded | Half,
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     *,
@@ -129,8 +129,8 @@ def _attend_heads(
     table: Int32[Array, "h P p"],
     lengths: Int32[Array, " h"],
     touched: Bool[Array, " h"],
-    k: Float[Array, "N b d"] | Encoded,
-    v: Float[Array, "N b d"] | Encoded,
+    k: Float[Array, "N b d"] | Encoded | Half,
+    v: Float[Array, "N b d"] | Encoded | Half,
     *,
     sizes: tuple[int, ...],
     metric: Float[Array, "N b"] | None,

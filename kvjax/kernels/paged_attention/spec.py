@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.kernels.checks import wanted
-from kvjax.kernels.encoded import form_of
+from kvjax.kernels.encoded import form_of, half_of
 
 HEAD_DIMS = (64, 80, 96, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -36,6 +36,8 @@ class Shape:
     """Of the rows of keys and values."""
     forms: tuple[str | None, str | None] = (None, None)
     """What is stored of keys and of values, None for rows as they are (`kvjax.kernels.encoded`)."""
+    halves: bool = False
+    """Whether a row of both, or of codes of both, is one row of an array."""
 
     @property
     def rows(self) -> int:
@@ -113,7 +115,11 @@ def checked(q, k, v, block_table, context_len, metric) -> Shape:
             raise wanted("metric shape", list(metric.shape), [blocks, block_size])
         if metric.dtype != jnp.float32:
             raise wanted("metric dtype", metric.dtype, "float32")
-    group, kind = q.shape[1] // heads, (str(k.dtype), (form_of(k), form_of(v)))
+    halves = (half_of(k), half_of(v))
+    if halves not in ((None, None), (False, True)):
+        raise wanted("halves of rows that k and v are", halves, "(None, None) or (False, True)")
+    group = q.shape[1] // heads
+    kind = (str(k.dtype), (form_of(k), form_of(v)), halves[0] is not None)
     return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, *kind)
 
 

@@ -6,6 +6,9 @@ unit works. With the statistic on, a head's logits stay in vector memory until i
 known; then Σ p² is added to the pages of the metric in place, while those of the next chunk come in
 and those of the last one go out.
 
+Where keys and values are halves of one array's rows, a chunk of them serves both products: queries
+have zeros beside the values, and of the outputs the half beside the keys counts nothing.
+
 Codes are fetched as they are stored, with their scales, and become numbers in vector registers. The
 scale of a key multiplies its logit, that of a value its weight.
 
@@ -23,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.kernels.encoded import Encoded, turned
+from kvjax.kernels.encoded import Encoded, Half, turned
 from kvjax.kernels.paged_attention.exact import WORD, ExactKVs, Piece, piece_of
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 
@@ -39,7 +42,7 @@ FREE_VECTOR_MEMORY = 12 << 20
 MAX_VECTOR_MEMORY = 64 << 20
 MAX_SCALAR_MEMORY = 512 << 10
 LANES = 128
-MAYBE = ("k_scale_s", "v_scale_s", "logits_s", "squares_s", "updated")
+MAYBE = ("v_s", "k_scale_s", "v_scale_s", "logits_s", "squares_s", "updated")
 """Scratch that not every instance has."""
 
 
@@ -50,6 +53,7 @@ class Config:
     scale: float
     keep_logits: bool
     vector_memory: int
+    halves: bool = False
 
 
 def config(shape: Shape, *, scale: float, keep_logits: bool, exact: bool = False) -> Config:
@@ -59,6 +63,8 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, exact: bool = False
         NotImplementedError: none does, with the reason.
     """
     served_shape(shape, FORMS)
+    if shape.halves and 2 * shape.head_dim != LANES:
+        raise NotImplementedError(f"rows of {2 * shape.head_dim} numbers for both keys and values")
     if (shape.forms[0] is None) != (shape.forms[1] is None):
         raise NotImplementedError("codes of either keys or values alone")
     if shape.dtype == "float16":
@@ -73,7 +79,7 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, exact: bool = False
     logits = 4 * _padded(shape.group) * kvs if keep_logits else 0
     if logits > MAX_VECTOR_MEMORY:
         raise NotImplementedError(f"metrics of {kvs} KVs per head, which overflow vector memory")
-    return Config(scale, keep_logits, FREE_VECTOR_MEMORY + logits)
+    return Config(scale, keep_logits, FREE_VECTOR_MEMORY + logits, shape.halves)
 
 
 def _padded(group: int) -> int:
@@ -89,8 +95,8 @@ def _attend(
     begun,  # [R, d] f32, the output that the head begins with, or None
     begun_sums,  # [R, 128] f32, its largest logits and its sums in the first two lanes, or None
     q,  # [R, d]
-    k,  # [N, b, d] in HBM
-    v,  # [N, b, d] in HBM
+    k,  # [N, b, d] in HBM; of halves their array, and d is 128 everywhere
+    v,  # [N, b, d] in HBM, or None
     k_scale,  # [N, 1, b] in HBM, or None
     v_scale,  # [N, 1, b] in HBM, or None
     out,  # [R, d]
@@ -98,7 +104,7 @@ def _attend(
     lse,  # [R, 128] f32, alike in all lanes, or None
     *,
     k_s,  # [ring, pages, b, d]
-    v_s,  # [ring, pages, b, d]
+    v_s,  # [ring, pages, b, d], or None
     fetched,  # semaphores [ring, k or v]
     turn,  # [2] i32, buffer of this head's first chunk, and how many of its chunks are fetched
     k_scale_s,  # [ring, pages, 1, b], or None
@@ -120,7 +126,7 @@ def _attend(
 
     def page_copies(head_table, chunk, slot, j):
         page = head_table[0, 0, chunk * pages + j]
-        pairs = [(k, k_s), (v, v_s)]
+        pairs = [(k, k_s)] if v is None else [(k, k_s), (v, v_s)]
         if k_scale is not None:
             pairs += [(k_scale, k_scale_s), (v_scale, v_scale_s)]
         return [
@@ -218,7 +224,7 @@ def _attend(
         p = jnp.exp(s - new_top)
         decay = jnp.exp(top - new_top)
         # Weight 0 does not silence a NaN in a slot nobody wrote: clear what lies beyond the end.
-        weights, values = p, numbers(v_s[slot])
+        weights, values = p, numbers((k_s if v_s is None else v_s)[slot])
         if v_scale_s is not None:
             weights = jnp.where(held, p * tile_scales(v_scale_s, slot), 0)
         written = lax.broadcasted_iota(jnp.int32, values.shape, 0) < valid
@@ -274,8 +280,8 @@ def _attend(
 
 def paged_attention(
     q: Float[Array, "S Hr d"],
-    k: Float[Array, "N b d"] | Encoded,
-    v: Float[Array, "N b d"] | Encoded,
+    k: Float[Array, "N b d"] | Encoded | Half,
+    v: Float[Array, "N b d"] | Encoded | Half,
     block_table: Int32[Array, "S H M"],
     context_len: Int32[Array, "S H"],
     *,
@@ -300,13 +306,16 @@ def paged_attention(
     max_blocks = table.shape[2]
     padded = _padded(group)
     queries = turned(k, q).astype(q.dtype).reshape(rows, group, d)
-    queries = jnp.pad(queries, ((0, 0), (0, padded - group), (0, 0)))
+    width = 2 * d if c.halves else d
+    queries = jnp.pad(queries, ((0, 0), (0, padded - group), (0, width - d)))
     pools, scales = [k, v], []
     if isinstance(k, Encoded) and isinstance(v, Encoded):
         pools = [k.codes.stored, v.codes.stored]
         scales = [pool.codes.scale.reshape(num_blocks, 1, b) for pool in (k, v)]
+    if c.halves:
+        pools = [pool.both for pool in pools[:1] if isinstance(pool, Half)]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    per_head = pl.BlockSpec((None, padded, d), lambda i, *_: (i, 0, 0))
+    per_head = pl.BlockSpec((None, padded, width), lambda i, *_: (i, 0, 0))
     sums_per_head = pl.BlockSpec((None, padded, LANES), lambda i, *_: (i, 0, 0))
     tables = [
         pl.BlockSpec(
@@ -324,7 +333,7 @@ def paged_attention(
     if exact is not None:
         beside = piece_of(q, exact, v, context_len, c.scale)
         words = beside.words(max_blocks * b)[:, None]
-        begun = [words, *_begun(beside, padded)]
+        begun = [words, *_begun(beside, padded, width)]
         of_words = (1, 1, words.shape[2])
         in_scalars = pl.BlockSpec(of_words, lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
         of_begun = [in_scalars, per_head, sums_per_head]
@@ -342,10 +351,11 @@ def paged_attention(
         out_shape.append(jax.ShapeDtypeStruct((rows, padded, LANES), jnp.float32))
     scratch = {
         "k_s": pltpu.VMEM((RING, pages, b, pools[0].shape[2]), pools[0].dtype),
-        "v_s": pltpu.VMEM((RING, pages, b, pools[1].shape[2]), pools[1].dtype),
         "fetched": pltpu.SemaphoreType.DMA((RING, 2)),
         "turn": pltpu.SMEM((2,), jnp.int32),
     }
+    for of_values in pools[1:]:
+        scratch["v_s"] = pltpu.VMEM((RING, pages, b, of_values.shape[2]), of_values.dtype)
     for name, of in zip(("k_scale_s", "v_scale_s"), scales):
         scratch[name] = pltpu.VMEM((RING, pages, 1, b), of.dtype)
     if keep:
@@ -360,8 +370,9 @@ def paged_attention(
         lengths, rows_observed = rest.pop(0), rest.pop(0) if len(prefetched) > 1 else None
         tables_of, rest = rest[:2], rest[2:]
         of_exact, rest = rest[: len(begun)] or [None] * 3, rest[len(begun) :]
-        head, rest = rest[: 3 + len(scales)], rest[3 + len(scales) :]
-        head += [None] * (2 - len(scales))
+        head, rest = rest[:2], rest[2:]
+        head.append(None if c.halves else rest.pop(0))
+        head += [rest.pop(0) if scales else None for _ in "kv"]
         if keep:
             rest.pop(0)  # the metric as an input: the same memory as the output
         out = rest.pop(0)
@@ -390,7 +401,7 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(*arguments)
-    out = turned(v, out[:, :group].reshape(q.shape))
+    out = turned(v, out[:, :group, width - d :].reshape(q.shape))
     if not keep:
         return out, None
     new_metric: Array = kept[0].reshape(num_blocks, b)
@@ -402,9 +413,10 @@ def paged_attention(
     return out, new_metric
 
 
-def _begun(piece: Piece, padded: int) -> list[Array]:
-    """What heads begin with: outputs [rows, R, d], and largest logits and sums in the first two
-    lanes of [rows, R, 128]."""
+def _begun(piece: Piece, padded: int, width: int) -> list[Array]:
+    """What heads begin with: outputs in the last lanes of [rows, R, width], and largest logits and
+    sums in the first two of [rows, R, 128]."""
     sums = jnp.stack([piece.top, piece.total], axis=2)
     sums = jnp.pad(sums, ((0, 0), (0, 0), (0, LANES - 2)))
-    return [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), (0, 0))) for x in (piece.out, sums)]
+    out = jnp.pad(piece.out, ((0, 0), (0, 0), (width - piece.out.shape[2], 0)))
+    return [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), (0, 0))) for x in (out, sums)]
