@@ -184,13 +184,15 @@ def pool_tokens_for(
 
     A prompt that is compressed on its way in needs its budget alone; one that runs in the pool
     needs the budget and a chunk. While decoding, every head can grow by the generated tokens, or by
-    those between two compressions.
+    those between two compressions. Of several devices any may hold nearly all that is kept, as
+    heads keep unequally, and every one of them gets as many blocks.
 
     Raises:
         UserError: the request's cap cannot be held, as `CompressionConfig.cap` says.
     """
     b = config.block_size
-    heads = model.num_layers * model.num_kv_heads
+    shards = config.tensor_parallel // config.kv_replicas
+    heads = -(-model.num_layers * model.num_kv_heads // shards)
     whole = -(-(prompt_len + max_tokens) // b)
     cap = compression.cap(prompt_len, b)
     if cap is None or not compression.on_prefill:

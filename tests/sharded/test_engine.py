@@ -15,16 +15,16 @@ from flax import nnx
 from kvjax.cache import CompressionConfig
 from kvjax.cache.config import CALIBRATED
 from kvjax.cache.methods.matched import REFERENCE_QUERY
-from kvjax.cache.methods.predicted_reads import CLAIM, WEIGHT
+from kvjax.cache.methods.predicted_reads import CLAIM, EXTRA, WEIGHT
 from kvjax.cache.methods.triattention import QUERY_CENTRE
-from kvjax.engine import LLM, AsyncLLM, SamplingParams
+from kvjax.engine import LLM, AsyncLLM, SamplingParams, pool_tokens_for
 from kvjax.engine.parallel import Parallel
 from kvjax.errors import UserError
 from kvjax.models import ByteTokenizer, LoadedModel
 from kvjax.models.decoder import init_params, logical_axes
 from kvjax.models.parallel import Dealing, Split, join_params, split_params
 from tests.sharded.heads import mesh_of
-from tests.sharded.tiny import SIZES, TINY, engine_of, engine_settings, model_of
+from tests.sharded.tiny import SIZES, TINY, engine_of, engine_settings, made_calibration, model_of
 
 PROMPTS = [
     np.random.default_rng(n).integers(0, 256, size).astype(np.int32)
@@ -82,6 +82,25 @@ def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, giv
         np.testing.assert_array_equal(several.stats.kept, one.stats.kept)
         np.testing.assert_array_equal(several.stats.kept_tokens, one.stats.kept_tokens)
         assert several.stats.shortfall == one.stats.shortfall
+
+
+def test_a_pool_made_for_a_request_never_runs_out():
+    """Though one head, on one of three devices, keeps all that may be kept."""
+    made = made_calibration()
+    extra = made.arrays[EXTRA].copy()
+    extra[1, 2, 3] = 1e3
+    made = dataclasses.replace(made, arrays={**made.arrays, EXTRA: extra})
+    settings = engine_settings("predicted-reads-blind", protected=1, sinks=1)
+    settings = dataclasses.replace(settings, rate=6)
+    config = dataclasses.replace(SIZES, tensor_parallel=3, prefill_scratch=128, pool_tokens=None)
+    tokens = pool_tokens_for(TINY, config, settings, len(PROMPTS[2]), 6)
+    config = dataclasses.replace(config, pool_tokens=tokens)
+    llm = LLM(model_of(True), settings, config, calibration=made)
+    (output,) = llm.generate(PROMPTS[2:], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert output.finish_reason == "length"
+    kept = output.stats.kept
+    assert kept[1, 2] > 0.7 * kept.sum()
+    assert llm.metrics.as_dict()["kvjax_preemptions_total"] == 0
 
 
 @pytest.mark.slow
