@@ -297,7 +297,7 @@ def print_table(result: dict[str, Any]) -> None:
     facts = Table(show_header=False, show_edge=False, box=None)
     facts.add_row("KVs kept per head, smallest / median / largest", spread(kept))
     facts.add_row("KVs kept per layer, smallest / median / largest", spread(layers))
-    facts.add_row("pool allocated on the device", size(result["pool_bytes"]))
+    facts.add_row("pool allocated, on all devices", size(result["pool_bytes"]))
     facts.add_row("prompt tokens", f"{result['prompt_tokens']:,}")
     ended = result["finish_reason"]
     facts.add_row("generated tokens", f"{result['generated_tokens']:,} (ended by: {ended})")
