@@ -41,6 +41,7 @@ from kvjax.cli.models import (
     check_model_options,
     chosen_calibration,
     load_chosen_model,
+    usual_method,
 )
 from kvjax.cli.papers import chosen_table
 from kvjax.cli.progress import Progress, TimeLeft, spell
@@ -67,7 +68,7 @@ QUICK = {
 """What --quick stands for: one method of each family."""
 USUAL = {
     "tasks": "needle,passkey,fact,kv",
-    "methods": "snapkv",
+    "methods": "auto",
     "rates": "2,4,8,16,32,64",
     "length": "1024",
     "rows": 10,
@@ -88,7 +89,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE",
         help="get a paper's table again, at its settings",
     )
-    what.add_argument("--methods", help=f"compression methods, or all ({USUAL['methods']})")
+    what.add_argument(
+        "--methods",
+        help="compression methods, or all (auto: the one of kvjax decode, which a calibration "
+        "decides)",
+    )
     add_calibration_option(what)
     what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
     what.add_argument(
@@ -137,6 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # What can be refused without a model is refused before one is loaded.
+    from kvjax.cache.config import CALIBRATED
     from kvjax.cache.methods import get_method
     from kvjax.engine.parallel import check_method
     from kvjax.eval.prompt_codecs import PROMPT_CODECS
@@ -148,7 +154,8 @@ def run(options: argparse.Namespace) -> int:
     stored = split_list("kv-dtype", options.cache_dtypes) if options.cache_dtypes else []
     check_cache_dtypes(name for name in stored if name not in PROMPT_CODECS)
     check_model_options(options)
-    methods, rates = _methods(options), rates_of(options.rates)
+    auto = options.methods == "auto" and paper is None
+    methods, rates = [CALIBRATED] if auto else _methods(options), rates_of(options.rates)
     variants = variants_of(methods, rates, stored) if paper is None else paper.variants
     for name in dict.fromkeys(variant.method for variant in variants):
         check_method(get_method(name), options.tensor_parallel)
@@ -168,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
     )
     table = table_beside(options)
     with Progress() as progress:
-        return evaluate(options, config, variants, protocols, table, progress, paper)
+        return evaluate(options, config, variants, protocols, table, progress, paper, auto)
 
 
 def _methods(options: argparse.Namespace) -> list[str]:
@@ -193,10 +200,13 @@ def evaluate(
     table: Path,
     progress: Progress,
     paper: "PaperTable | None" = None,
+    auto: bool = False,
 ) -> int:
-    """Load the model, make the rows, run, write the table."""
+    """Load the model, make the rows, run, write the table. `auto`: by what method the model is
+    compressed is for its calibration to say, if it has one."""
 
     from kvjax.cache import get_method
+    from kvjax.cache.config import CALIBRATED
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.eval import papers
     from kvjax.eval.evaluator import Evaluator
@@ -211,6 +221,11 @@ def evaluate(
     start = time.perf_counter()
     enable_compilation_cache()
     model, dtype = load_chosen_model(options, progress)
+    if auto:
+        usual = usual_method(options, model, progress)
+        variants = [
+            dataclasses.replace(v, method=usual) if v.method == CALIBRATED else v for v in variants
+        ]
     named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
     calibration = chosen_calibration(options, model, named, progress)
     artefacts = {} if calibration is None else calibration.on_device()

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from kvjax.cache.config import UNCALIBRATED
 from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import run_command
 from kvjax.cli.rows import choose_methods, fill_in
@@ -170,6 +171,17 @@ def test_prompts_stored_whole_are_compared_by_their_bytes(tiny, prompts, tmp_pat
     assert row["kvs"] == row["kvs_full"] == 4 * tokens
     assert row["rate"] == 1.0
     assert "| full in kcvt4 |" in out.split("## Fewer bytes")[1]
+
+
+def test_the_usual_method_is_that_of_decode(tiny, prompts, tmp_path, monkeypatch):
+    """What a calibration decides, once the model is there."""
+    given = ("--prompts", prompts, "--rates", "2", "--methods", "auto")
+    assert evaluate.USUAL["methods"] == "auto"
+    assert tiny(*given)[0] == 0
+    monkeypatch.setattr(evaluate, "usual_method", lambda *_: "tova")
+    assert tiny(*given)[0] == 0
+    methods = {row["method"] for row in read(tmp_path / "r.jsonl")}
+    assert methods == {"full", UNCALIBRATED, "tova"}
 
 
 def test_more_methods_and_rates_are_added_to_a_file(tiny, prompts, tmp_path):
