@@ -14,7 +14,7 @@ from benchmarks.card.parts import NO_TUNING, Group, Machine, Part, Program
 from benchmarks.card.peaks import hashed
 from benchmarks.kernels.cases import Case, decode_cases, dense_cache
 from kvjax.cache import allocate, as_codec, get_method, init_cache
-from kvjax.cache.store import KVPool, KVWindow
+from kvjax.cache.store import KVWindow
 from kvjax.cli.throughput.limits import loop_seconds, median_seconds
 from kvjax.engine.decode import decode, init_slots
 from kvjax.models import stacks_layers
@@ -121,7 +121,7 @@ class Step:
             window = KVWindow(rows_k=k, rows_v=v, position=held, index=held)
         return dataclasses.replace(
             cache,
-            kv=KVPool(stored_k, stored_v, cache.kv.codec),
+            kv=dataclasses.replace(cache.kv, stored_k=stored_k, stored_v=stored_v),
             window=window,
             seq_len=cache.seq_len + self.held,
         )

@@ -33,18 +33,22 @@ CODES = {
 
 
 HALVES = {
-    f"{form or dtype} halves b={b} r={r}": spec.Shape(
-        4, 2, r, 64, 97, b, 12, dtype, (form, form), halves=True
+    f"{form or dtype} halves b={b} r={r} d={d}": spec.Shape(
+        4, 2, r, d, 97, b, 12, dtype, (form, form), halves=True
     )
-    for form, dtype, b, r in (
-        (None, "bfloat16", 16, 4),
-        (None, "bfloat16", 8, 8),
-        (None, "bfloat16", 64, 16),
-        (None, "float32", 16, 4),
-        ("int8", "bfloat16", 16, 4),
-        ("int8", "float32", 32, 3),
-        ("e4m3", "bfloat16", 64, 4),
-        ("e5m2", "bfloat16", 8, 4),
+    for form, dtype, b, r, d in (
+        (None, "bfloat16", 16, 4, 64),
+        (None, "bfloat16", 8, 8, 64),
+        (None, "bfloat16", 64, 16, 64),
+        (None, "bfloat16", 16, 4, 80),
+        (None, "bfloat16", 16, 1, 96),
+        (None, "float32", 16, 4, 64),
+        (None, "float32", 16, 4, 96),
+        ("int8", "bfloat16", 16, 4, 64),
+        ("int8", "float32", 32, 3, 64),
+        ("e4m3", "bfloat16", 64, 4, 64),
+        ("e4m3", "bfloat16", 16, 4, 96),
+        ("e5m2", "bfloat16", 8, 4, 64),
     )
 }
 """The same of keys and values that are halves of rows, as TPUs have them."""

@@ -64,7 +64,7 @@ TPU_SHAPES = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8"}
 TPU_BLOCKS = 1 << 20
 """Pools of more blocks do not fit a TPU's memory."""
 NARROW = "llama3.2-1b"
-"""A model of head dimension 64, of which two layers are compiled."""
+"""A model of head dimension 64, of which two layers are compiled, and with other dimensions."""
 NARROW_POOL = 4 * 10**9
 """Bytes of its pool, were that of bfloat16: far more than all else."""
 LARGE_POOL = "steps kv-compress-continual, pool of 75 GB"
@@ -189,9 +189,12 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
             yield f"steps {method}", *decode_steps(target, method)
     for stored in ("bfloat16", "int8") if target != "h200" else ():
         for method in ("full", "kv-compress-continual"):
-            if only in (name := f"steps {method} d=64 {stored}"):
-                narrow = decode_steps(target, method, 2, NARROW_POOL, stored=stored, model=NARROW)
-                yield name, *narrow
+            for d in (64, 80, 96) if stored == "bfloat16" else (64, 96):
+                if only in (name := f"steps {method} d={d} {stored}"):
+                    narrow = decode_steps(
+                        target, method, 2, NARROW_POOL, stored=stored, model=NARROW, head_dim=d
+                    )
+                    yield name, *narrow
     if target == "h200" and only in LARGE_POOL:
         # Of which a few layers show what all do.
         large = decode_steps(target, "kv-compress-continual", 3, 75 * 10**9, slots=256)
@@ -222,9 +225,11 @@ def decode_steps(
     slots: int = 16,
     stored: str | None = None,
     model: str | None = None,
+    head_dim: int | None = None,
 ) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """The engine's decode loop, for a model by its name: sequences of up to 1024 KVs per head, in a
-    pool (of a codec, by its name) that holds them all or has a given size."""
+    """The engine's decode loop, for a model by its name, as it is or with another head dimension:
+    sequences of up to 1024 KVs per head, in a pool (of a codec, by its name) that holds them all or
+    has a given size."""
     import jax
     import jax.numpy as jnp
 
@@ -237,6 +242,7 @@ def decode_steps(
     usual = "llama3.1-8b" if target == "h200" else "qwen2.5-1.5b"
     config = get_model_entry(model or usual).config
     config = config if layers is None else dataclasses.replace(config, num_layers=layers)
+    config = config if head_dim is None else dataclasses.replace(config, head_dim=head_dim)
     heads, blocks_per_head = config.num_kv_heads, 64
     blocks = slots * config.num_layers * heads * blocks_per_head
     if pool_bytes is not None:

@@ -29,18 +29,19 @@ class Decoder(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """A pool [N, b, w] of keys or values where a row of each make one row of an array [N, b, 2 w].
+    """A pool [N, b, w] of keys or values where a row of each make one row of an array.
 
-    TPUs keep rows of 128 numbers as they are, and turn around a pool of shorter ones.
+    TPUs keep rows of 128 numbers, or a multiple, as they are, and turn around a pool of others.
     """
 
     both: Num[Array, "N b w2"]
-    """Keys first."""
+    """Keys first, then values, then zeros up to a multiple of 128 numbers."""
+    width: int = dataclasses.field(metadata={"static": True})
     of_values: bool = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.both.shape[:-1], self.both.shape[-1] // 2)
+        return (*self.both.shape[:-1], self.width)
 
     @property
     def ndim(self) -> int:
@@ -56,8 +57,7 @@ class Half:
 
     def of(self, rows: Num[Array, "*n w2"]) -> Num[Array, "*n w"]:
         """This half of some rows of the array."""
-        half = rows.shape[-1] // 2
-        return rows[..., half:] if self.of_values else rows[..., :half]
+        return rows[..., self.width : 2 * self.width] if self.of_values else rows[..., : self.width]
 
 
 def is_half(x: object) -> bool:

@@ -1,6 +1,7 @@
 """Keys and values in one row each, as TPUs have them, beside those in two arrays."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as kv
-from kvjax.cache.store import KVPool
+from kvjax.cache.store import CacheSpec, KVPool
 from kvjax.cache.store.codec import Codec, Plain
 from kvjax.cache.store.saved import restored, saved, typed
 from kvjax.kernels import explain, paged_attention
@@ -64,10 +65,11 @@ def run(codec: Codec, head_dim: int, joined: bool):
     ("name", "head_dim", "arrays"),
     [
         ("float32", 64, 1),
-        pytest.param("bfloat16", 64, 1, marks=pytest.mark.slow),
+        ("float32", 80, 1),
+        pytest.param("bfloat16", 96, 1, marks=pytest.mark.slow),
         pytest.param("int8", 64, 3, marks=pytest.mark.slow),
         pytest.param("int4", 128, 3, marks=pytest.mark.slow),
-        pytest.param("e5m2", 64, 3, marks=pytest.mark.slow),
+        pytest.param("e5m2", 96, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_cache_of_joined_rows_is_that_of_rows_apart(name: str, head_dim: int, arrays: int):
@@ -80,9 +82,10 @@ def test_a_cache_of_joined_rows_is_that_of_rows_apart(name: str, head_dim: int, 
     ):
         assert ok
         assert ours.kv.joined
-        assert not apart.kv.joined
+        assert apart.kv.joined is None
         assert len(jax.tree.leaves(ours.kv)) == arrays
-        assert (ours.kv.shape, ours.spec) == (apart.kv.shape, apart.spec)
+        assert ours.kv.shape == apart.kv.shape
+        assert dataclasses.replace(ours.spec, joined=False) == apart.spec
         for got, want in zip(ours.kv.read(blocks), apart.kv.read(blocks), strict=True):
             np.testing.assert_array_equal(got, want)
         table, lengths = ours.block_table[:, 1], ours.context_len[:, 1]
@@ -129,18 +132,22 @@ def test_newest_rows_are_appended_and_attended_to():
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim", "on_tpu"),
+    ("name", "head_dim", "joined"),
     [
-        ("bfloat16", 64, True),
-        ("bfloat16", 128, False),
-        ("int8", 64, True),
-        ("int4", 128, True),
-        ("int4", 64, False),
-        ("k8v4", 64, False),
-        ("int8w16", 64, True),
+        ("bfloat16", 64, 128),
+        ("bfloat16", 80, 256),
+        ("bfloat16", 96, 256),
+        ("bfloat16", 128, None),
+        ("int8", 64, 128),
+        ("e4m3", 96, 256),
+        ("int4", 128, 128),
+        ("int4", 64, None),
+        ("k8v4", 64, None),
+        ("int8w16", 64, 128),
     ],
 )
-def test_rows_of_64_are_joined_on_tpus(name: str, head_dim: int, on_tpu: bool):
+def test_short_rows_are_joined_on_tpus(name: str, head_dim: int, joined: int | None):
+    """And what pads them to multiples of 128 numbers is planned."""
     codec = kv.as_codec(name, jnp.bfloat16)
 
     def cache_on(device):
@@ -152,14 +159,20 @@ def test_rows_of_64_are_joined_on_tpus(name: str, head_dim: int, on_tpu: bool):
                 )
             )  # fmt: skip
 
-    assert not cache_on(H200).kv.joined
+    assert cache_on(H200).kv.joined is None
     cache = cache_on(TPU_V5E)
-    assert cache.kv.joined == on_tpu
-    sizes = [
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(c.kv))
-        for c in (cache, cache_on(H200))
-    ]
-    assert sizes[0] == sizes[1]
+    assert (cache.kv.joined is not None) == (joined is not None)
+    if joined is not None:
+        first = jax.tree.leaves(cache.kv)[0]
+        assert first.shape == (B, 64, joined)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.kv))
+    assert size == B * 64 * cache.spec.kv_bytes
+    apart = cache_on(H200).spec.kv_bytes
+    padding = 0 if joined is None else joined - 2 * cache.kv.joined
+    assert cache.spec.kv_bytes == apart + padding * (2 if name == "bfloat16" else 1)
+    with jax.sharding.use_abstract_mesh(TPU_V5E):
+        model: Any = SimpleNamespace(num_layers=L, num_kv_heads=H, head_dim=head_dim)
+        assert CacheSpec.of(model, codec, 64) == cache.spec
     if "4" not in name:
         q = jax.ShapeDtypeStruct((S, 2 * H, head_dim), jnp.bfloat16)
         table = jax.ShapeDtypeStruct((S, H, M), jnp.int32)

@@ -105,8 +105,10 @@ def joined(k, v):
         both = joined(k.stored["codes"], v.stored["codes"])
         pairs = zip((k, v), both, strict=True)
         return [dataclasses.replace(x, stored={**x.stored, "codes": half}) for x, half in pairs]
+    width = k.shape[2]
     both = jnp.concatenate([k, v], axis=2)
-    return Half(both, False), Half(both, True)
+    both = jnp.pad(both, ((0, 0), (0, 0), (0, -2 * width % 128)))
+    return Half(both, width, False), Half(both, width, True)
 
 
 def rows_of(pool):

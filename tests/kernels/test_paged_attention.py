@@ -80,6 +80,9 @@ HALVES = {
     "halves long": ([[0, 0], [0, 700]], shaped(head_dim=64, halves=True)),
     "halves float32 b=8": (RAGGED, shaped(head_dim=64, halves=True, dtype="float32", block_size=8)),
     "halves r=16 b=64": (RAGGED, shaped(head_dim=64, halves=True, group=16, block_size=64)),
+    "halves d=80": (RAGGED, shaped(head_dim=80, halves=True)),
+    "halves d=96": (RAGGED, shaped(head_dim=96, halves=True)),
+    "halves e5m2 d=96": (RAGGED, shaped(head_dim=96, halves=True, forms=("e5m2", "e5m2"))),
     "halves int8": (RAGGED, shaped(head_dim=64, halves=True, forms=("int8", "int8"))),
     "halves e4m3 b=32": (
         RAGGED,
@@ -95,7 +98,10 @@ BY_DEFAULT = {
         - {"r=1", "r=3", "b=32", "float32 d=80 r=16", "int8 b=32", "e4m3 float32", *HALVES}
         | {"halves", "halves int8"}
     ),
-    "tpu": set(CASES) - set(CODES) - set(HALVES) | {"int8", "e5m2 d=64", "halves", "halves int8"},
+    "tpu": (
+        set(CASES) - set(CODES) - set(HALVES)
+        | {"int8", "e5m2 d=64", "halves", "halves d=80", "halves int8"}
+    ),
     "tpu_checked": {"ragged", "one long head", "b=8", "float32", "int8 b=8", "halves long"},
     "mosaic_gpu": {
         "ragged", "all empty", "one long head", "float32", "b=64", "int8",

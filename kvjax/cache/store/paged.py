@@ -126,6 +126,7 @@ class PagedCache:
             codec,
             self.block_size,
             tuple(planes),
+            self.kv.joined is not None,
         )
 
     @property

@@ -1,8 +1,8 @@
 """The pool of keys and values: reads, writes and moves, whatever a codec makes of them.
 
-TPUs keep an array of rows of 128 numbers as it is. One of 64 they lay out with blocks last, and
-every layer of a decode step would copy it to read blocks of it, and back: there a key and a value
-(or codes of both) are one row.
+TPUs keep an array of rows of 128 numbers as it is. One of shorter rows they lay out with blocks
+last, and a decode step would copy all of it to read blocks of it, and back: there a key and a value
+(or codes of both) are one row, of 128 numbers or 256.
 """
 
 import dataclasses
@@ -35,6 +35,8 @@ class KVPool:
     stored_v: Any
     """The same; None in place of an array whose rows are the second halves of `stored_k`'s."""
     codec: Codec = dataclasses.field(metadata={"static": True})
+    joined: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """Numbers of a key and of a value, of which one row holds both; None if they lie apart."""
 
     @classmethod
     def empty(
@@ -47,15 +49,13 @@ class KVPool:
     ) -> "KVPool":
         """A pool in which everything stored is 0.
 
-        `joined`: whether keys and values whose rows are of 64 numbers each make one row; by default
-        on TPUs.
+        `joined`: whether keys and values whose rows are of 64 to 127 numbers make one row; by
+        default on TPUs.
         """
-        shape = (num_blocks, block_size, head_dim)
-        k, v = codec.of_keys.stored_shapes(*shape), codec.of_values.stored_shapes(*shape)
-        if device.of(None).platform == "tpu" if joined is None else joined:
-            k, v = _joined_shapes(k, v)
-        k, v = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (k, v))
-        return cls(k, v, codec)
+        joined = joins_rows() if joined is None else joined
+        *shapes, width = stored_shapes(codec, num_blocks, block_size, head_dim, joined)
+        k, v = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return cls(k, v, codec, width)
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
@@ -63,15 +63,10 @@ class KVPool:
         return self.codec.of_keys, self.codec.of_values
 
     @property
-    def joined(self) -> bool:
-        """Whether arrays of keys have those of values in the same rows."""
-        return _any_joined(self.stored_v)
-
-    @property
     def operands(self) -> tuple[Any, Any]:
         """Keys and values [N, b, d] as attention takes them; indexed by blocks they give rows."""
         keys, values = self._codecs
-        k, v = _apart(self.stored_k, self.stored_v)
+        k, v = self._apart(self.stored_k, self.stored_v)
         return keys.operand(k), values.operand(v)
 
     @property
@@ -172,10 +167,10 @@ class KVPool:
         if kind != jax.tree.structure(self.stored_v):
             stored = (self.stored_k, self.stored_v)
             k, v = jax.tree.map(lambda x: move_rows(x, source, target, count), stored)
-            return KVPool(k, v, self.codec)
+            return dataclasses.replace(self, stored_k=k, stored_v=v)
         pairs = jax.tree.map(moved, self.stored_k, self.stored_v)
         k, v = jax.tree.transpose(kind, None, pairs)
-        return KVPool(k, v, self.codec)
+        return dataclasses.replace(self, stored_k=k, stored_v=v)
 
     def _with(self, written, k, v) -> "KVPool":
         """With `written` of each array and of the encoded rows that belong there."""
@@ -187,7 +182,10 @@ class KVPool:
         if self.joined:
 
             def both(held, one, other):
-                return jnp.concatenate([one, other], axis=-1) if held is None else one
+                if held is not None:
+                    return one
+                row = jnp.concatenate([one, other], axis=-1)
+                return jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, -row.shape[-1] % LANES)])
 
             def kept(held, other):
                 return None if held is None else other
@@ -195,51 +193,60 @@ class KVPool:
             k = jax.tree.map(both, self.stored_v, k, v, is_leaf=_is_none)
             v = jax.tree.map(kept, self.stored_v, v, is_leaf=_is_none)
         k, v = jax.tree.map(written, (self.stored_k, self.stored_v), (k, v))
-        return KVPool(k, v, self.codec)
+        return dataclasses.replace(self, stored_k=k, stored_v=v)
 
     def _gathered(self, blocks: Int32[Array, "*n"]) -> tuple[Any, Any]:
         """What is stored of the keys and of the values of some blocks, 0 for ids out of range."""
         found = jax.tree.map(lambda x: gathered(x, blocks), (self.stored_k, self.stored_v))
-        return without_halves(_apart(*found))
+        return without_halves(self._apart(*found))
+
+    def _apart(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """What is stored of keys and of values, each array of both as its halves."""
+        if (width := self.joined) is None:
+            return k, v
+
+        def of_keys(one, other):
+            return Half(one, width, False) if other is None else one
+
+        def of_values(one, other):
+            return Half(one, width, True) if other is None else other
+
+        return jax.tree.map(of_keys, k, v), jax.tree.map(of_values, k, v)
 
 
 def _is_none(x: object) -> bool:
     return x is None
 
 
-def _any_joined(v: Any) -> bool:
-    """Whether an array of what is stored of values is one with that of keys."""
-    return any(map(_is_none, jax.tree.leaves(v, is_leaf=_is_none)))
+def joins_rows() -> bool:
+    """Whether a key and a value are one row, where they are short ones, on the device at hand."""
+    return device.of(None).platform == "tpu"
 
 
-def _joined_shapes(k: Any, v: Any) -> tuple[Any, Any]:
-    """What is to be stored of keys and of values, shapes [N, b, 64] of both as one [N, b, 128] in
-    place of that of keys, and None in place of the other."""
-    if jax.tree.structure(k) != jax.tree.structure(v):
-        return k, v
+def stored_shapes(
+    codec: Codec, num_blocks: int, block_size: int, head_dim: int, joined: bool
+) -> tuple[Any, Any, int | None]:
+    """Shapes and dtypes of what a pool stores of keys and of values, and `KVPool.joined`. Where
+    rows are joined, [N, b, w] of both, w from 64 to 127, are one [N, b, 128 or 256] in place of
+    that of keys, and None in place of the other."""
+    shape = (num_blocks, block_size, head_dim)
+    k, v = codec.of_keys.stored_shapes(*shape), codec.of_values.stored_shapes(*shape)
+    if not joined or jax.tree.structure(k) != jax.tree.structure(v):
+        return k, v, None
+    widths = {
+        one.shape[2]
+        for one, other in zip(*map(jax.tree.leaves, (k, v)))
+        if one == other and one.ndim == 3 and LANES // 2 <= one.shape[2] < LANES
+    }
+    if len(widths) != 1:
+        return k, v, None
+    (width,) = widths
 
-    def fit(one, other):
-        return one == other and one.ndim == 3 and 2 * one.shape[2] == LANES
+    def both(one):
+        padded = (*one.shape[:2], -(-2 * width // LANES) * LANES)
+        return jax.ShapeDtypeStruct(padded, one.dtype) if one.shape[2:] == (width,) else one
 
-    def both(one, other):
-        shape = (*one.shape[:2], LANES) if fit(one, other) else one.shape
-        return jax.ShapeDtypeStruct(shape, one.dtype)
-
-    return jax.tree.map(both, k, v), jax.tree.map(lambda x, y: None if fit(x, y) else y, k, v)
-
-
-def _apart(k: Any, v: Any) -> tuple[Any, Any]:
-    """What is stored of keys and of values, each array of both as its halves."""
-    if not _any_joined(v):
-        return k, v
-
-    def of_keys(one, other):
-        return Half(one, False) if other is None else one
-
-    def of_values(one, other):
-        return Half(one, True) if other is None else other
-
-    return jax.tree.map(of_keys, k, v), jax.tree.map(of_values, k, v)
+    return jax.tree.map(both, k), jax.tree.map(lambda x: None if both(x) is not x else x, v), width
 
 
 def gathered(

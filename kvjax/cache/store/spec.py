@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.cache.store.codec import Codec, Plain
+from kvjax.cache.store.pool import joins_rows, stored_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,8 @@ class CacheSpec:
     block_size: int = 16
     planes: tuple[Plane, ...] = ()
     """Further numbers of each KV, as methods declare them."""
+    joined: bool = False
+    """Whether a key and a value are one row where they are short, as on TPUs."""
 
     def __post_init__(self):
         """
@@ -68,8 +72,10 @@ class CacheSpec:
         block_size: int = 16,
         planes: tuple[Plane, ...] = (),
     ) -> "CacheSpec":
-        """That of a model's KVs."""
-        return cls(model.num_layers, model.num_kv_heads, model.head_dim, codec, block_size, planes)
+        """That of a model's KVs on the device at hand."""
+        *_, joined = stored_shapes(codec, 1, 1, model.head_dim, joins_rows())
+        shape = model.num_layers, model.num_kv_heads, model.head_dim
+        return cls(*shape, codec, block_size, planes, joined is not None)
 
     @property
     def plain(self) -> "CacheSpec":
@@ -84,7 +90,8 @@ class CacheSpec:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one KV: key and value, without what else is kept of it."""
-        return self.codec.kv_bytes(self.head_dim)
+        k, v, _ = stored_shapes(self.codec, 1, 1, self.head_dim, self.joined)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
 
     @property
     def number_bytes(self) -> int:

@@ -63,8 +63,6 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, exact: bool = False
         NotImplementedError: none does, with the reason.
     """
     served_shape(shape, FORMS)
-    if shape.halves and 2 * shape.head_dim != LANES:
-        raise NotImplementedError(f"rows of {2 * shape.head_dim} numbers for both keys and values")
     if (shape.forms[0] is None) != (shape.forms[1] is None):
         raise NotImplementedError("codes of either keys or values alone")
     if shape.dtype == "float16":
@@ -95,7 +93,7 @@ def _attend(
     begun,  # [R, d] f32, the output that the head begins with, or None
     begun_sums,  # [R, 128] f32, its largest logits and its sums in the first two lanes, or None
     q,  # [R, d]
-    k,  # [N, b, d] in HBM; of halves their array, and d is 128 everywhere
+    k,  # [N, b, d] in HBM; of halves their array, and d is its width everywhere
     v,  # [N, b, d] in HBM, or None
     k_scale,  # [N, 1, b] in HBM, or None
     v_scale,  # [N, 1, b] in HBM, or None
@@ -306,7 +304,7 @@ def paged_attention(
     max_blocks = table.shape[2]
     padded = _padded(group)
     queries = turned(k, q).astype(q.dtype).reshape(rows, group, d)
-    width = 2 * d if c.halves else d
+    width = -(-2 * d // LANES) * LANES if c.halves else d
     queries = jnp.pad(queries, ((0, 0), (0, padded - group), (0, width - d)))
     pools, scales = [k, v], []
     if isinstance(k, Encoded) and isinstance(v, Encoded):
@@ -333,7 +331,7 @@ def paged_attention(
     if exact is not None:
         beside = piece_of(q, exact, v, context_len, c.scale)
         words = beside.words(max_blocks * b)[:, None]
-        begun = [words, *_begun(beside, padded, width)]
+        begun = [words, *_begun(beside, padded, d if c.halves else 0, width)]
         of_words = (1, 1, words.shape[2])
         in_scalars = pl.BlockSpec(of_words, lambda i, *_: (i, 0, 0), memory_space=pltpu.SMEM)
         of_begun = [in_scalars, per_head, sums_per_head]
@@ -401,7 +399,8 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(*arguments)
-    out = turned(v, out[:, :group, width - d :].reshape(q.shape))
+    at = d if c.halves else 0
+    out = turned(v, out[:, :group, at : at + d].reshape(q.shape))
     if not keep:
         return out, None
     new_metric: Array = kept[0].reshape(num_blocks, b)
@@ -413,10 +412,10 @@ def paged_attention(
     return out, new_metric
 
 
-def _begun(piece: Piece, padded: int, width: int) -> list[Array]:
-    """What heads begin with: outputs in the last lanes of [rows, R, width], and largest logits and
+def _begun(piece: Piece, padded: int, at: int, width: int) -> list[Array]:
+    """What heads begin with: outputs from lane `at` of [rows, R, width] on, and largest logits and
     sums in the first two of [rows, R, 128]."""
     sums = jnp.stack([piece.top, piece.total], axis=2)
     sums = jnp.pad(sums, ((0, 0), (0, 0), (0, LANES - 2)))
-    out = jnp.pad(piece.out, ((0, 0), (0, 0), (width - piece.out.shape[2], 0)))
+    out = jnp.pad(piece.out, ((0, 0), (0, 0), (at, width - at - piece.out.shape[2])))
     return [jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), (0, 0))) for x in (out, sums)]
