@@ -73,9 +73,9 @@ class CacheSpec:
         planes: tuple[Plane, ...] = (),
     ) -> "CacheSpec":
         """That of a model's KVs on the device at hand."""
-        *_, joined = stored_shapes(codec, 1, 1, model.head_dim, joins_rows())
+        joined = joins_rows() and stored_shapes(codec, 1, 1, model.head_dim, True)[2] is not None
         shape = model.num_layers, model.num_kv_heads, model.head_dim
-        return cls(*shape, codec, block_size, planes, joined is not None)
+        return cls(*shape, codec, block_size, planes, joined)
 
     @property
     def plain(self) -> "CacheSpec":
@@ -90,7 +90,11 @@ class CacheSpec:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one KV: key and value, without what else is kept of it."""
-        k, v, _ = stored_shapes(self.codec, 1, 1, self.head_dim, self.joined)
+        if not self.joined:
+            return sum(
+                x.row_bytes(self.head_dim) for x in (self.codec.of_keys, self.codec.of_values)
+            )
+        k, v, _ = stored_shapes(self.codec, 1, 1, self.head_dim, True)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
 
     @property
