@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
     stored = split_list("kv-dtype", options.cache_dtypes) if options.cache_dtypes else []
     check_cache_dtypes(name for name in stored if name not in PROMPT_CODECS)
     check_model_options(options)
-    auto = options.methods == "auto" and paper is None
+    auto = options.methods == "auto"
     methods, rates = [CALIBRATED] if auto else _methods(options), rates_of(options.rates)
     variants = variants_of(methods, rates, stored) if paper is None else paper.variants
     for name in dict.fromkeys(variant.method for variant in variants):
@@ -175,7 +175,9 @@ def run(options: argparse.Namespace) -> int:
     )
     table = table_beside(options)
     with Progress() as progress:
-        return evaluate(options, config, variants, protocols, table, progress, paper, auto)
+        return evaluate(
+            options, config, variants, protocols, table, progress, paper, auto and paper is None
+        )
 
 
 def _methods(options: argparse.Namespace) -> list[str]:
