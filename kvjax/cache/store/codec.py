@@ -52,6 +52,10 @@ class Codec:
         """The same with rows of another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
+    def kv_bytes(self, head_dim: int) -> int:
+        """Bytes that are stored of one KV."""
+        return self.of_keys.row_bytes(head_dim) + self.of_values.row_bytes(head_dim)
+
     def check(self, head_dim: int) -> None:
         """Refuse a head dimension whose rows cannot be stored.
 

@@ -91,9 +91,7 @@ class CacheSpec:
     def kv_bytes(self) -> int:
         """Bytes of one KV: key and value, without what else is kept of it."""
         if not self.joined:
-            return sum(
-                x.row_bytes(self.head_dim) for x in (self.codec.of_keys, self.codec.of_values)
-            )
+            return self.codec.kv_bytes(self.head_dim)
         k, v, _ = stored_shapes(self.codec, 1, 1, self.head_dim, True)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
 
