@@ -40,7 +40,8 @@ Continuation: KL(full cache ‖ compressed), `chat`. Brackets are 95 % bootstrap
 prompts: so few prompts tell the best from the worst, and no neighbours apart. Reached rate: KVs of
 the full cache / KVs held; fewer bytes: the same of bytes, with all that is kept beside a KV.
 Prefill: what observing, choosing and writing add to it, as timed on shared CPU cores. Decode: KVs
-that a step reads, of the full cache's. –: not run on all of these prompts.
+that a step reads, of the full cache's. –: not run on all of these prompts. Some types store a
+prompt as a whole (`gear4` and others): [methods.md](methods.md) says which no cache can be of.
 [evaluation.md](evaluation.md) has protocols and tasks."""
 
 
