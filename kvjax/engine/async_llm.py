@@ -20,7 +20,7 @@ import jax
 
 from kvjax.cache import Codec, CompressionConfig
 from kvjax.cache.calibration import Calibration
-from kvjax.engine import retaining
+from kvjax.engine import retaining, warming
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.driver import Driver, Mailbox
 from kvjax.engine.llm import LLM
@@ -227,9 +227,11 @@ class AsyncLLM:
         """Compile what prompts of these lengths need, as `LLM.warm_up`; requests go on meanwhile,
         and those that wait for steps come first."""
         if self.llm.engine.beside is None:
-            await self._call(lambda: self.llm.warm_up(prompt_lens, logprobs, compression))
+            for part in warming.parts(self.llm, prompt_lens, logprobs, compression):
+                await self._call(part)
             return
-        requests, worker = self.llm.like(prompt_lens, logprobs, compression), self.llm.worker
+        requests = warming.like(self.llm, prompt_lens, logprobs, compression)
+        worker = self.llm.worker
         for request in requests:
             await self._compile(await self._call(lambda one=request: [*needs_ahead(worker, one)]))
 

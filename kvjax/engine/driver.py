@@ -230,7 +230,8 @@ class Driver(threading.Thread):
 
     def _turn(self) -> None:
         """Calls that wait, and a round."""
-        while self._calls:
+        # Who calls again at once waits for the round.
+        for _ in range(len(self._calls)):
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 try:

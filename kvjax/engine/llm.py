@@ -16,7 +16,7 @@ from kvjax.cache import Codec, CompressionConfig, Method
 from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
-from kvjax.engine import processes, retaining
+from kvjax.engine import processes, retaining, warming
 from kvjax.engine.agreement import Agreement, plain_compression, settings_of
 from kvjax.engine.calibrate.shelf import find as find_calibration
 from kvjax.engine.calibrate.shelf import load as load_calibration
@@ -25,13 +25,12 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
-from kvjax.engine.needs import needs_of, sharing
 from kvjax.engine.parallel import Parallel, check_there
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.repeat import request_tokens
-from kvjax.engine.request import Request, RequestOutput
-from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
+from kvjax.engine.request import RequestOutput
+from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.split import split_of
 from kvjax.engine.stream import OutputStream, refused
 from kvjax.engine.tell import tell_of_codes, tell_rate
@@ -155,7 +154,7 @@ class LLM:
             UserError: another thread is using the engine, or this is a callback.
         """
         with self.engine.owner("reset"), held():
-            self._together("reset")
+            self.together("reset")
             self.recovery.reset()
 
     def warm_up(
@@ -163,41 +162,22 @@ class LLM:
         prompt_lens: Sequence[int],
         logprobs: bool = False,
         compression: CompressionConfig | None = None,
+        part: int | None = None,
     ) -> None:
         """Compile what prompts of these lengths need, by default with the engine's own compression
         settings.
 
         Without it each step compiles when it is first needed, while requests wait.
-        """
-        requests, settings = self.like(prompt_lens, logprobs, compression), None
-        if self.engine.agreement is not None:
-            settings = plain_compression(self, compression)
-        with self.engine.owner("warm_up"):
-            self._together(
-                "warm_up", prompt_lens=list(prompt_lens), logprobs=logprobs, compression=settings
-            )
-        for request in requests:
-            with self.engine.owner("warm_up"), held():
-                self.worker.warm_up(request, MAX_LOGPROBS if logprobs else None)
-                for one in sharing(self.worker, request):
-                    calls = [need.call() for need in needs_of(self.worker, one)]
-                    self.worker.compiled.compile(calls)
-                self.metrics.observe(self.scheduler, self.worker)
 
-    def like(
-        self, prompt_lens: Sequence[int], logprobs: bool, compression: CompressionConfig | None
-    ) -> list[Request]:
-        """Requests with prompts of these lengths; none is queued."""
-        found = []
-        for length in prompt_lens:
-            check_whole("prompt length", length, 1, self.max_len)
-            sampling = SamplingParams(
-                max_tokens=max(1, min(2, self.max_len - length)),
-                logprobs=MAX_LOGPROBS if logprobs else None,
-            )
-            prompt, settings = np.zeros(length, np.int32), compression or self.compression
-            found.append(checked_request(self, prompt, sampling, settings, "warm-up", -1))
-        return found
+        Args:
+            prompt_lens: tokens of the prompts.
+            logprobs: whether requests will ask for log-probabilities.
+            compression: settings of their caches.
+            part: only this one of `kvjax.engine.warming.parts`; None for all of them.
+        """
+        parts = warming.parts(self, prompt_lens, logprobs, compression)
+        for run in parts if part is None else parts[part : part + 1]:
+            run()
 
     def check_offers(self, method: str | Method) -> None:
         """Refuse a method that no request could bring.
@@ -336,7 +316,7 @@ class LLM:
                     f"request id {request_id!r}: its settings evict nothing; give it a rate or "
                     "max_cache_tokens"
                 )
-            self._together("compress", request_id=request_id, blocks=blocks)
+            self.together("compress", request_id=request_id, blocks=blocks)
             return self.engine.compress(request, blocks)
 
     # Prefixes; docs/design.md says who continues them
@@ -372,7 +352,7 @@ class LLM:
     def forget_prefixes(self) -> None:
         """Give back the blocks of all prefixes that are retained."""
         with self.engine.owner("forget_prefixes"), held():
-            self._together("forget_prefixes")
+            self.together("forget_prefixes")
             self.engine.keeper.forget_all()
 
     def follow(self) -> None:
@@ -386,7 +366,7 @@ class LLM:
             raise UserError("follow() is for all processes of an engine but the first one")
         agreement.follow()
 
-    def _together(self, what: str, **given: Any) -> None:
+    def together(self, what: str, **given: Any) -> None:
         """Where there are other processes: all of them do this next."""
         if self.engine.agreement is not None:
             self.engine.agreement.together(what, **given)

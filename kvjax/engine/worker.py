@@ -7,7 +7,6 @@ sizes (prompt chunks, sequences that decode, widths of block tables), each when 
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -478,24 +477,6 @@ class Worker:
         marked = np.zeros(self.config.num_rows, bool)
         marked[list(slots)] = True
         return self._call(StepKey("empty"), (self.cache, self.state, marked))
-
-    def warm_up(self, request: Request, num_top: int | None = None) -> None:
-        """Compile every step that requests like this one need, by running each on nothing."""
-        outside = self.config.num_rows
-        job = self.begin(request)
-        if not job.in_pool:
-            while job.next_chunk:
-                self.advance(job)
-            # A slot that does not exist refuses the prompt.
-            self.insert(job, outside, num_top)
-        for group in self.decode_sizes:
-            self.decode([outside] * group, 0, request.method.decode, num_top)
-        if request.budget is not None:
-            method, most = request.method, request.compression.max_kvs_per_step
-            for group, width in itertools.product(self.compress_sizes, self.compress_widths):
-                slots, longest = [outside] * group, width * self.config.block_size
-                self.compress(slots, slots, slots, method, most, longest)
-        self.empty([])
 
     def _padded(self, slots: Sequence[int], group: int) -> np.ndarray:
         """The slots, and one out of range for the rest."""

@@ -16,7 +16,7 @@ from kvjax import cache as kv
 from kvjax.cache.store import CacheSpec
 from kvjax.cache.store.codec import Codec, Plain, Rounded
 from kvjax.cache.store.scaled import Integers
-from kvjax.engine import LLM, EngineConfig
+from kvjax.engine import LLM, EngineConfig, warming
 from kvjax.errors import UserError
 from kvjax.kernels import explain, paged_attention
 from kvjax.kernels.device import Device
@@ -181,7 +181,7 @@ def test_a_budget_in_bytes_is_what_the_blocks_take(tiny_params):  # noqa: F811
     llm = engine(tiny_params, cache_dtype="int4", compression=asked)
     least = llm.plan.heads * llm.plan.spec.block_bytes
     for request, size in ((None, 9000), (dataclasses.replace(asked, budget_bytes=5000), 5000)):
-        (queued,) = llm.like([60], False, request)
+        (queued,) = warming.like(llm, [60], False, request)
         assert queued.budget is not None
         assert size - least < queued.budget * llm.plan.spec.block_bytes <= size
     asked = dataclasses.replace(asked, budget_bytes=least, protected=90)

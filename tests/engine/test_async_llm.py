@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ import weakref
 import numpy as np
 import pytest
 
+from kvjax.engine import warming
+from kvjax.engine.engine import Engine
 from kvjax.errors import UserError
 from tests.engine.async_serving import asleep, make, run, settled
 from tests.engine.serving import alone, assert_empty, greedy, prompts_of, tokens_of
@@ -119,6 +122,33 @@ def test_whoever_leaves_an_iterator_ends_its_request(tiny_params):
             assert found['kvjax_requests_ended_total{reason="abort"}'] == 4
 
     run(main())
+
+
+def test_rounds_go_on_between_the_parts_of_a_warm_up(tiny_params, monkeypatch):
+    """Where nothing compiles beside them: with several processes."""
+    monkeypatch.setattr(Engine, "compile_beside", lambda *_: None)
+    rounds, seen = [], []
+    parts_of = warming.parts
+
+    def noted(*args):
+        parts = parts_of(*args)
+        return [lambda part=part: (seen.append(len(rounds)), part()) for part in parts]
+
+    monkeypatch.setattr(warming, "parts", noted)
+
+    async def main():
+        async with make(tiny_params) as llm:
+            step = llm.llm.step
+            llm.llm.step = lambda: (rounds.append(1), step())[1]
+            running = llm.add(prompts_of(10)[0], greedy(240))
+            await anext(running)
+            await llm.warm_up(LENGTHS)
+            assert running.running
+            running.close()
+
+    run(main())
+    assert len(seen) > 2 * len(LENGTHS)
+    assert all(one < other for one, other in itertools.pairwise(seen))
 
 
 def test_abort_and_deadline_leave_what_there_is(tiny_params, expected):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import CompressionConfig
+from kvjax.engine import warming
 from kvjax.engine.async_llm import AsyncLLM
 from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.needs import needs_ahead
@@ -292,7 +293,7 @@ def test_a_step_that_failed_is_told_before_it_is_tried_again(tiny_params):
         async with gated(tiny_params) as (llm, gate):
             gate.error = ValueError("no such kernel")
             engine, worker = llm.llm.engine, llm.llm.worker
-            (request,) = llm.llm.like([LONG], False, None)
+            (request,) = warming.like(llm.llm, [LONG], False, None)
             needs = list(needs_ahead(worker, request))
             while not gate.reached.is_set():
                 await llm._call(lambda: engine.compile_ahead(needs))

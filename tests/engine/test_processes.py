@@ -17,7 +17,7 @@ from kvjax import startup
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.cli.processes import add_process_options, joined
-from kvjax.engine import LLM, SamplingParams, agreement, processes
+from kvjax.engine import LLM, SamplingParams, agreement, processes, warming
 from kvjax.engine.agreement import Agreement
 from kvjax.engine.link import Link
 from kvjax.engine.processes import Processes, check_process_options, join
@@ -368,8 +368,12 @@ def check_decisions(two: list[Processes], first: LLM, second: LLM) -> None:
     def lead_all():
         lead(first, seed=3, rounds=24)
         first.reset()
-        first.warm_up([8], compression=CompressionConfig(method="full"))
-        last = first.generate([np.arange(30, dtype=np.int32)], SamplingParams(max_tokens=3))
+        prompt, three = np.arange(30, dtype=np.int32), SamplingParams(max_tokens=3)
+        parts = warming.parts(first, [8], compression=CompressionConfig(method="full"))
+        assert len(parts) > 2
+        for part in parts:
+            part()
+            last = first.generate([prompt], three)
         agreement_of(first).end()
         return last[0].finish_reason
 
