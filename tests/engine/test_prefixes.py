@@ -313,6 +313,7 @@ def test_steps_that_share_can_be_warmed_up(tiny_params):
     llm = make_llm(tiny_params, NORMS, **SHARED)
     llm.warm_up([len(DOCUMENT)])
     known = set(llm.worker.compiled.seconds)
+    assert llm.metrics.as_dict()["kvjax_compiled_steps"] == len(known)
     (first,) = llm.generate([DOCUMENT], greedy(8))
     turn = np.concatenate([DOCUMENT, np.asarray(first.token_ids, np.int32), QUESTIONS[2]])
     (second,) = llm.generate([turn], greedy(8))
