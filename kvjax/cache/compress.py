@@ -22,7 +22,7 @@ from kvjax.cache.evict import (
 from kvjax.cache.move import move_cache
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs
-from kvjax.cache.policy.merge import Merger
+from kvjax.cache.policy.merge import PROMPT_QUERY, Merger
 from kvjax.cache.policy.method import PLAIN, Method
 from kvjax.cache.policy.observe import of_layer
 from kvjax.cache.policy.score import Artefacts, LayerView, Scores
@@ -202,7 +202,9 @@ def write_survivors(
     kept = ~evicted & (token < context_len[..., None])
     if method.merger is not None:
         goes = evicted & (token < context_len[..., None])
-        k, v = _merged(method.merger, artefacts, k, v, position, order, goes, kept, length)
+        k, v = _merged(
+            method.merger, artefacts, k, v, position, order, goes, kept, length, scores.queries
+        )
     rank = jnp.where(kept, running_count(kept) - 1, num_tokens)
     at, head = layer[:, None, None], jnp.arange(num_heads)[:, None]
     kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)
@@ -231,16 +233,19 @@ def _merged(
     goes: Bool[Array, "L H T"],
     stays: Bool[Array, "L H T"],
     length: Int32[Array, ""],
+    queries: Float[Array, "L Hr n d"] | None,
 ) -> tuple[Float[Array, "L T H d"], Float[Array, "L T H d"]]:
     """A prompt with what goes folded into what stays, one layer at a time."""
 
     def fold(part):
-        layer, k, v, position, order, goes, stays = part
+        layer, k, v, position, order, goes, stays, queries = part
         k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
         own = of_layer(merger.artefacts, artefacts, layer)
+        if queries is not None:
+            own[PROMPT_QUERY] = queries
         k_rows, v_rows = merger.fold(k, v, position, order, goes, stays, length, own)
         k_rows, v_rows = jnp.swapaxes(k_rows, 0, 1), jnp.swapaxes(v_rows, 0, 1)
         return k_rows.astype(k.dtype), v_rows.astype(v.dtype)
 
     layers = jnp.arange(k.shape[0], dtype=jnp.int32)
-    return jax.lax.map(fold, (layers, k, v, position, order, goes, stays))
+    return jax.lax.map(fold, (layers, k, v, position, order, goes, stays, queries))

@@ -54,7 +54,7 @@ _BY_BLOCK, _BY_HEAD = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
 _PROMPT = PromptKV(
     k=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
     v=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
-    scores=Scores(_BY_HEAD, _BY_HEAD, _BY_HEAD, _BY_HEAD),  # type: ignore[arg-type]
+    scores=Scores(*[_BY_HEAD] * 5),  # type: ignore[arg-type]
     length=SAME,  # type: ignore[arg-type]
 )
 

@@ -147,7 +147,7 @@ def prefill_in_scratch(
 
     Args:
         config: the model (static).
-        observer: how KVs are scored (static). Windows are those of the last chunk.
+        observer: how KVs are scored (static). Windows and sampled queries are the last chunk's.
         params: the model's parameters.
         artefacts: calibrated arrays by name.
         prompt: the chunks so far (donate it), with room for C more tokens.
@@ -183,6 +183,7 @@ def prefill_in_scratch(
     scores = Scores(
         joined(scores.metric, prompt.scores.metric, 2, carry),
         state={name: joined(new, None, 2) for name, new in scores.state.items()},
+        queries=scores.queries,
     )
     return PromptKV(
         lax.dynamic_update_slice_in_dim(prompt.k, k.astype(prompt.k.dtype), start, axis=1),
@@ -216,10 +217,12 @@ def empty_prompt(config: ModelConfig, observer: Observer, room: int, dtype: Any)
     state = {
         plane.name: jnp.zeros((*heads, room, plane.width), plane.dtype) for plane in observer.planes
     }
-    metric = jnp.zeros((*heads, room), jnp.float32)
-    return PromptKV(
-        jnp.zeros(kv, dtype), jnp.zeros(kv, dtype), Scores(metric, state=state), jnp.int32(0)
-    )
+    metric, queries = jnp.zeros((*heads, room), jnp.float32), None
+    if (sample := observer.queries) is not None:
+        rows = (config.num_layers, config.num_heads, sample.newest + sample.spread)
+        queries = jnp.zeros((*rows, config.head_dim), dtype)
+    scores = Scores(metric, state=state, queries=queries)
+    return PromptKV(jnp.zeros(kv, dtype), jnp.zeros(kv, dtype), scores, jnp.int32(0))
 
 
 def prefill_in_pool(

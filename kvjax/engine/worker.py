@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.cache import CacheSpec, PagedCache, init_cache
-from kvjax.cache.policy import DecodeRule, Method, Observer, Scores
+from kvjax.cache.policy import DecodeRule, Method, Observer
 from kvjax.engine import decode, prefill, repeat
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
@@ -234,7 +234,8 @@ class Worker:
             # Nothing of the prompt is lost with it.
             with released():
                 metric = self.compiled.run(call)
-            job.prompt = dataclasses.replace(job.prompt, scores=Scores(metric))
+            scores = dataclasses.replace(job.prompt.scores, metric=metric)
+            job.prompt = dataclasses.replace(job.prompt, scores=scores)
             del job.repetitions[0]
             return
         if not job.in_pool and len(job.chunks) > 1 and job.prompt is None:

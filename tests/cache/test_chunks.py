@@ -29,6 +29,7 @@ from tests.cache.stand_in import (
 )
 from tests.oracle.audit import audit
 from tests.oracle.chunks import METRICS, Chunk, pooled
+from tests.oracle.matched import turned
 from tests.oracle.question_free import calibrated
 
 START, CHUNK, WIDTH, READ_AT = 58, 37, 40, 19
@@ -182,6 +183,32 @@ def test_parts_of_a_prompt_in_a_scratch(name):
     np.testing.assert_allclose(scores[1], out, rtol=1e-4, atol=1e-5)
     assert int(prompt.length) == 29 + CHUNK
     assert np.array_equal(prompt.k[:, : 29 + CHUNK], PARAMS["k"][:, : 29 + CHUNK])
+
+
+def test_queries_of_the_last_part_are_kept_for_what_folds():
+    observer = get_method("matched:predicted-reads-blind").observer
+    sample = observer.queries
+    assert sample is not None
+
+    @QUICKLY
+    def parts(params):
+        prompt = empty_prompt(MODEL, observer, 2 * WIDTH, jnp.float32)
+        tokens = jnp.zeros(WIDTH, jnp.int32)
+        for length in (29, CHUNK):
+            before = prompt
+            prompt, _ = prefill_in_scratch(
+                MODEL, observer, params, ARTEFACTS, prompt, tokens, jnp.int32(length)
+            )
+            assert jax.tree.structure(before) == jax.tree.structure(prompt)
+        return prompt.scores.queries
+
+    at = [29 + CHUNK - 1 - i for i in range(sample.newest)]
+    at += [29 + (2 * i + 1) * CHUNK // (2 * sample.spread) for i in range(sample.spread)]
+    frequency = np.asarray(ARTEFACTS["rope_frequency"])
+    got = np.asarray(parts(PARAMS))
+    for layer, head, i in np.ndindex(*got.shape[:3]):
+        want = turned(np.asarray(PARAMS["q"])[layer, at[i], head], -at[i], frequency[layer])
+        np.testing.assert_allclose(got[layer, head, i], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "measured"), [("kv-compress-continual", False), ("h2o", True)])

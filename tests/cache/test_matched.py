@@ -10,6 +10,7 @@ import pytest
 from kvjax import cache as kv
 from kvjax.cache.methods import get_method
 from kvjax.cache.methods.matched import REFERENCE_QUERY, AttentionMatched
+from kvjax.cache.policy import LayerView, Scores
 from kvjax.cache.policy.method import PLAIN
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.errors import UserError
@@ -22,9 +23,12 @@ ARTEFACTS = calibrated(L, H, D)
 METHOD = PLAIN._with(merger=AttentionMatched(ahead=50, turns=2), protected=2)
 
 
-def queries(layer: int, head: int, seq_len: int, ahead: int) -> np.ndarray:
-    """The reference queries of a KV head, each turned to two of the positions that come next."""
-    of = np.concatenate([ARTEFACTS[REFERENCE_QUERY][layer]] * 2)
+def queries(
+    layer: int, head: int, seq_len: int, ahead: int, turns: int = 2,
+    of: np.ndarray = ARTEFACTS[REFERENCE_QUERY],
+) -> np.ndarray:  # fmt: skip
+    """Reference queries of a KV head, each turned to some of the positions that come next."""
+    of = np.concatenate([of[layer]] * turns)
     found = [
         turned(one, seq_len + i * ahead // len(of), ARTEFACTS[ROPE_FREQUENCY][layer])
         for i, heads in enumerate(of)
@@ -61,6 +65,18 @@ def compressed(way: str, k, v, metric, keep: int, method=METHOD, length: int = T
     return found
 
 
+def assert_fitted(found, k, v, asked) -> None:
+    """Every head is as the oracle fits it to `asked(layer, head)`, and has given up KVs."""
+    for (_, layer, h), kvs in heads_of(found).items():
+        stays = np.isin(np.arange(T), [x.position for x in kvs])
+        assert not stays.all()
+        want = matched(asked(layer, h), k[layer, :, h], v[layer, :, h], stays)
+        order = np.argsort([x.position for x in kvs])
+        for got, wanted in zip(("k", "v"), want):
+            got = np.stack([getattr(kvs[i], got) for i in order])
+            np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("way", ["in", "in the pool"])
 def test_what_stays_is_fitted_as_the_oracle_fits_it(way):
     k, v, metric = prompt(0)
@@ -69,19 +85,37 @@ def test_what_stays_is_fitted_as_the_oracle_fits_it(way):
     wide = [np.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=9) for x in (k, v)]
     scores = np.pad(metric, ((0, 0), (0, 0), (0, more)), constant_values=9)
     found = compressed(way, wide[0], wide[1], scores, 17)
-    changed = 0
-    for (_, layer, h), kvs in heads_of(found).items():
-        stays = np.isin(np.arange(T), [x.position for x in kvs])
-        if stays.all():
-            continue
-        q = queries(layer, h, T, 50)
-        want = matched(q, k[layer, :, h], v[layer, :, h], stays)
-        order = np.argsort([x.position for x in kvs])
-        for got, wanted in zip(("k", "v"), want):
-            got = np.stack([getattr(kvs[i], got) for i in order])
-            np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3)
-        changed += 1
-    assert changed == L * H
+    assert_fitted(found, k, v, lambda layer, h: queries(layer, h, T, 50))
+
+
+def test_queries_of_the_prompt_are_references_on_its_way_in():
+    k, v, metric = prompt(5)
+    own = np.random.default_rng(6).standard_normal((L, 2 * H, 7, D)).astype(np.float32)
+    found = compressed("in", k, v, Scores(jnp.asarray(metric), queries=jnp.asarray(own)), 17)
+
+    def asked(layer, h):
+        of_prompt = queries(layer, h, T, 50, 1, np.swapaxes(own, 1, 2))
+        return np.concatenate([queries(layer, h, T, 50, 1), of_prompt])
+
+    assert_fitted(found, k, v, asked)
+
+
+@pytest.mark.parametrize("length", [40, 5])
+def test_the_newest_queries_and_some_of_all_are_those_of_the_prompt(length):
+    """As they were before RoPE; a prompt that is too short gives some of them twice."""
+    rng = np.random.default_rng(length)
+    raw = rng.standard_normal((48, 2 * H, D))
+    frequency = ARTEFACTS[ROPE_FREQUENCY][1]
+    q = np.array([[turned(head, 100 + i, frequency) for head in x] for i, x in enumerate(raw)])
+    k = jnp.zeros((48, H, D))
+    view = LayerView(1, jnp.asarray(q, jnp.float32), k, jnp.int32(length), jnp.int32(100))
+    observer = METHOD._with(merger=AttentionMatched(newest=8, spread=4)).observer
+    got = observer.observe(view, jax.tree.map(jnp.asarray, ARTEFACTS)).queries
+    assert got is not None
+    picked = {40: [*range(39, 31, -1), 5, 15, 25, 35], 5: [4, 3, 2, 1, 0, 0, 0, 0, 0, 1, 3, 4]}
+    want = np.swapaxes(raw[picked[length]], 0, 1)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert METHOD._with(merger=AttentionMatched(newest=0, spread=0)).observer.queries is None
 
 
 def test_what_nothing_goes_of_stays_to_the_bit():
@@ -175,7 +209,9 @@ def test_names_wrap_what_evicts():
             get_method(name)
 
 
-@pytest.mark.parametrize("wrong", [{"ahead": 0}, {"stiffness": 0}, {"drawn_back": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"ahead": 0}, {"stiffness": 0}, {"drawn_back": float("nan")}, {"newest": -1}]
+)
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(UserError, match=f"^{next(iter(wrong))}[^\n]*$"):
         AttentionMatched(**wrong)

@@ -6,10 +6,10 @@ arXiv 2602.16284, 2026) give the KVs that stay a bias each and new values, both 
 over reference queries, so that mass and output of each head's attention stay what they were. Their
 queries come of a second pass over the context, their bias is added to the logits.
 
-Here the queries are a model's own, written down once (`kvjax calibrate`) and turned to the
-positions that come next, so it costs no pass; and the mass is given back by one vector per head
-that is added to all keys, the ridge regression of the mass that lacks on the query, so attention
-runs as ever. Values as theirs, drawn to what they were.
+Here the queries are a model's own, written down once (`kvjax calibrate`), and on a prompt's way in
+some of the prompt's, turned to the positions that come next, so it costs no pass; and the mass is
+given back by one vector per head that is added to all keys, the ridge regression of the mass that
+lacks on the query, so attention runs as ever. Values as theirs, drawn to what they were.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.policy.checks import check_numbers, check_wholes
 from kvjax.cache.policy.linear import cholesky_inverted
-from kvjax.cache.policy.merge import Merger
+from kvjax.cache.policy.merge import PROMPT_QUERY, Merger
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned
-from kvjax.cache.policy.score import Artefacts, HeadAxis
+from kvjax.cache.policy.score import Artefacts, HeadAxis, QuerySample
 from kvjax.errors import UserError
 
 REFERENCE_QUERY = "reference_query"
@@ -42,7 +42,11 @@ class AttentionMatched(Merger):
     ahead: int = 256
     """Positions behind the sequence over which the queries are spread."""
     turns: int = 2
-    """Of these, how many each query is turned to."""
+    """Of these, how many each query is turned to; one, where the prompt gives queries, too."""
+    newest: int = 16
+    """Last queries of a prompt that are references, too, when it is compressed on its way in."""
+    spread: int = 16
+    """Queries of all of it that are."""
     stiffness: float = 0.01
     """Ridge of the keys' vector, times the mean square of a query's entry."""
     drawn_back: float = 1.0
@@ -53,7 +57,12 @@ class AttentionMatched(Merger):
 
     def __post_init__(self):
         check_wholes(self, 1, 2**20, "ahead", "turns")
+        check_wholes(self, 0, 2**12, "newest", "spread")
         check_numbers(self, 1e-6, 1e6, "stiffness", "drawn_back")
+
+    @property
+    def queries(self) -> QuerySample | None:
+        return QuerySample(self.newest, self.spread) if self.newest + self.spread else None
 
     def fold(
         self,
@@ -66,16 +75,26 @@ class AttentionMatched(Merger):
         seq_len: Int32[Array, ""],
         artefacts: Artefacts,
     ) -> tuple[Float[Array, "H T d"], Float[Array, "H T d"]]:
-        q = artefacts[REFERENCE_QUERY].astype(jnp.float32)
-        d = q.shape[-1]
-        q = jnp.tile(q, (self.turns, 1, 1))
-        step = jnp.arange(len(q), dtype=jnp.int32) * self.ahead // len(q)
-        angle = ((seq_len + step).astype(jnp.float32)[:, None] * artefacts[ROPE_FREQUENCY])[:, None]
-        q = turned(q, jnp.cos(angle), jnp.sin(angle)) * d**-0.5
-        q = jnp.moveaxis(q.reshape(len(q), k.shape[0], -1, d), 0, 1).reshape(k.shape[0], -1, d)
+        some, turns = [jnp.swapaxes(artefacts[REFERENCE_QUERY], 0, 1)], self.turns
+        if PROMPT_QUERY in artefacts:
+            some, turns = [*some, artefacts[PROMPT_QUERY]], 1
+        frequency = artefacts[ROPE_FREQUENCY]
+        q = [self._ahead(jnp.tile(x, (1, turns, 1)), seq_len, frequency) for x in some]
+        q = jnp.concatenate(q, axis=1).reshape(k.shape[0], -1, k.shape[-1])
         # What is left of a difference has to be right: no products in fewer bits.
         with jax.default_matmul_precision("highest"):
             return jax.vmap(self._matched)(q, k, v, dropped, kept)
+
+    def _ahead(
+        self,
+        q: Float[Array, "Hr n d"],
+        seq_len: Int32[Array, ""],
+        frequency: Float[Array, " half"],
+    ) -> Float[Array, "Hr n d"]:
+        """Queries at positions behind the sequence, in float32, scaled by 1/√d."""
+        step = jnp.arange(q.shape[1], dtype=jnp.int32) * self.ahead // q.shape[1]
+        angle = (seq_len + step).astype(jnp.float32)[:, None] * frequency
+        return turned(q, jnp.cos(angle), jnp.sin(angle)) * q.shape[-1] ** -0.5
 
     def _matched(
         self,

@@ -16,23 +16,35 @@ def cholesky_inverted(gram: Float[Array, "*n m m"]) -> Float[Array, "*n m m"]:
     By blocks that double: [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]] (Higham, Accuracy and
     Stability of Numerical Algorithms, 2nd edition, section 14.3).
     """
-    low = jnp.linalg.cholesky(gram)
-    lead, size = low.shape[:-2], low.shape[-1]
-    whole = 1 << (size - 1).bit_length()
-    diagonal = jnp.diagonal(low, axis1=-2, axis2=-1)
-    # Beyond it the identity, which is its own inverse.
-    edge = (0, whole - size)
-    around = [(0, 0)] * len(lead)
-    low = jnp.pad(low, [*around, edge, edge])
-    inverse = jnp.pad(1 / diagonal, [*around, edge], constant_values=1)[..., None, None]
     # What is left of a difference has to be right: no products in fewer bits.
     with jax.default_matmul_precision("highest"):
-        while (s := inverse.shape[-1]) < whole:
-            pairs = low.reshape(*lead, whole // (2 * s), 2 * s, whole // (2 * s), 2 * s)
-            pairs = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
-            first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-            below = -second @ (pairs[..., s:, :s] @ first)
-            above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-            below = jnp.concatenate([below, second], axis=-1)
-            inverse = jnp.concatenate([above, below], axis=-2)
-    return inverse[..., 0, :size, :size]
+        return _inverted(jnp.linalg.cholesky(gram))
+
+
+def _inverted(low: Float[Array, "*n m m"]) -> Float[Array, "*n m m"]:
+    """The inverse of a triangular factor."""
+    size = low.shape[-1]
+    half = 1 << (size - 1).bit_length() - 1 if size > 1 else 0
+    if 2 * half != size and size > 1:
+        first, second = _inverted(low[..., :half, :half]), _inverted(low[..., half:, half:])
+        return _joined(first, low[..., half:, :half], second)
+    # Of a power of two all blocks of a size at once.
+    inverse = 1 / jnp.diagonal(low, axis1=-2, axis2=-1)[..., None, None]
+    while (s := inverse.shape[-1]) < size:
+        pairs = low.reshape(*low.shape[:-2], size // (2 * s), 2 * s, size // (2 * s), 2 * s)
+        pairs = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        inverse = _joined(first, pairs[..., s:, :s], second)
+    return inverse[..., 0, :, :]
+
+
+def _joined(
+    first: Float[Array, "*n a a"], below: Float[Array, "*n b a"], second: Float[Array, "*n b b"]
+) -> Float[Array, "*n m m"]:
+    """The inverse of a triangular matrix of two blocks, from those of its diagonal ones."""
+    below = -second @ (below @ first)
+    above = jnp.zeros((*first.shape[:-1], second.shape[-1]), first.dtype)
+    return jnp.concatenate(
+        [jnp.concatenate([first, above], axis=-1), jnp.concatenate([below, second], axis=-1)],
+        axis=-2,
+    )

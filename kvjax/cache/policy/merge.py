@@ -6,7 +6,11 @@ from typing import ClassVar
 
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.policy.score import Artefacts, HeadAxis
+from kvjax.cache.policy.score import Artefacts, HeadAxis, QuerySample
+
+PROMPT_QUERY = "prompt_query"
+"""Artefact [Hr, n, d] of a layer that only `Merger.fold` sees, and only on a prompt's way in: the
+prompt's own queries before RoPE, as `Merger.queries` asks for them."""
 
 
 class Merger:
@@ -16,6 +20,11 @@ class Merger:
     """Names of the calibrated arrays that it reads."""
     head_axes: ClassVar[Mapping[str, HeadAxis]] = MappingProxyType({})
     """As of `Scorer.head_axes`."""
+
+    @property
+    def queries(self) -> QuerySample | None:
+        """Which of a prompt's queries it wants to see (`PROMPT_QUERY`); None for none."""
+        return None
 
     def fold(
         self,

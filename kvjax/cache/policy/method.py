@@ -163,7 +163,11 @@ class Method:
     @property
     def observer(self) -> Observer:
         """What prefill depends on."""
-        return Observer(None if self.repeats else self.scorer, self.selector.needs_query_heads)
+        return Observer(
+            None if self.repeats else self.scorer,
+            self.selector.needs_query_heads,
+            None if self.merger is None else self.merger.queries,
+        )
 
     def protecting(self, newest: Int32[Array, "*G"] | int) -> "Method":
         """The same with at least so many of the newest token positions protected, of each

@@ -5,9 +5,17 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
-from kvjax.cache.policy.score import Artefacts, LayerView, Observation, Scorer, Scores
+from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned_back
+from kvjax.cache.policy.score import (
+    Artefacts,
+    LayerView,
+    Observation,
+    QuerySample,
+    Scorer,
+    Scores,
+)
 from kvjax.cache.store import Plane
 
 
@@ -22,6 +30,8 @@ class Observer:
     """None for a method that never evicts."""
     query_heads: bool = False
     """Whether the scores of single query heads are wanted, where the scorer has them."""
+    queries: QuerySample | None = None
+    """Queries that are wanted beside the scores."""
 
     @property
     def needs_log_sum(self) -> bool:
@@ -49,9 +59,15 @@ class Observer:
             artefacts: calibrated arrays of all layers.
         """
         if self.scorer is None:
-            return Scores(jnp.zeros((view.num_heads, view.k.shape[0]), jnp.float32))
-        scores = self.scorer.score(view, of_layer(self.scorer.artefacts, artefacts, view.layer))
-        return scores if self.query_heads else dataclasses.replace(scores, query_heads=None)
+            scores = Scores(jnp.zeros((view.num_heads, view.k.shape[0]), jnp.float32))
+        else:
+            scores = self.scorer.score(view, of_layer(self.scorer.artefacts, artefacts, view.layer))
+        if not self.query_heads:
+            scores = dataclasses.replace(scores, query_heads=None)
+        if self.queries is not None:
+            rope = of_layer((ROPE_FREQUENCY,), artefacts, view.layer)[ROPE_FREQUENCY]
+            scores = dataclasses.replace(scores, queries=_sampled(view, self.queries, rope))
+        return scores
 
     def finish(
         self,
@@ -70,6 +86,18 @@ class Observer:
         """Zeros of the shapes that the scores of all layers have; `view` may be abstract."""
         shapes = jax.eval_shape(self.observe, view, dict(artefacts))
         return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype), shapes)
+
+
+def _sampled(
+    view: LayerView, sample: QuerySample, frequency: Float[Array, " half"]
+) -> Float[Array, "Hr n d"]:
+    """Some queries of a chunk, before RoPE; a short chunk's first one stands for those it lacks."""
+    newest = view.length - 1 - jnp.arange(sample.newest, dtype=jnp.int32)
+    spread = (2 * jnp.arange(sample.spread, dtype=jnp.int32) + 1) * view.length
+    at = jnp.concatenate([jnp.maximum(newest, 0), spread // max(1, 2 * sample.spread)])
+    queries = view.q[at]
+    before = turned_back(queries, view.start + at, frequency)
+    return jnp.swapaxes(before, 0, 1).astype(queries.dtype)
 
 
 def of_layer(

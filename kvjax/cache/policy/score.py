@@ -37,6 +37,16 @@ class Observation:
         return jnp.where(age >= 0, weight, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class QuerySample:
+    """Which queries of a prompt, or of its last chunk, are kept for a merger."""
+
+    newest: int = 0
+    """Its last ones."""
+    spread: int = 0
+    """More, in equal distances."""
+
+
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +117,8 @@ class Scores:
     """Of each plane that the scorer's decode rule declares."""
     joint: Num[Array, "*L H n P"] | None = None
     """What `Scorer.join_layers` needs beside the metric."""
+    queries: Float[Array, "*L Hr n d"] | None = None
+    """Of the prompt, before RoPE, where a merger asks for some (`Merger.queries`)."""
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
