@@ -181,7 +181,7 @@ METHODS = (
         "what will be read, predicted from the hidden state alone; global block budget",
         PredictedReads(window=0),
         protected=1,
-        protected_share=1 / 16,
+        protected_share=1 / 8,
         sinks=2,
         query_aware=False,
     ),
