@@ -13,6 +13,7 @@ from kvjax.cache.methods.matched import REFERENCE_QUERY, AttentionMatched
 from kvjax.cache.policy import LayerView, Scores
 from kvjax.cache.policy.method import PLAIN
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
+from kvjax.cache.policy.score import Stored
 from kvjax.errors import UserError
 from tests.cache.pair import heads_of
 from tests.oracle.matched import matched, turned
@@ -116,6 +117,18 @@ def test_the_newest_queries_and_some_of_all_are_those_of_the_prompt(length):
     want = np.swapaxes(raw[picked[length]], 0, 1)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     assert METHOD._with(merger=AttentionMatched(newest=0, spread=0)).observer.queries is None
+
+
+def test_queries_are_there_once_layers_are_joined():
+    class Joined(Stored):
+        def join_layers(self, scores, position, seq_len, num_positions):
+            return Scores(scores.metric + 1)
+
+    own = jnp.ones((L, 2 * H, 7, D))
+    before = Scores(jnp.zeros((L, H, T)), queries=own)
+    found = METHOD._with(scorer=Joined()).observer.finish(before, None, T, T)
+    assert found.queries is own
+    assert (found.metric == 1).all()
 
 
 def test_what_nothing_goes_of_stays_to_the_bit():

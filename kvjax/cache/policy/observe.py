@@ -77,10 +77,11 @@ class Observer:
         num_positions: int,
     ) -> Scores:
         """The scores of all layers, once the last one is through; see `Scorer.join_layers`."""
+        queries = scores.queries
         if self.scorer is not None:
             seq_len = jnp.asarray(seq_len, jnp.int32)
             scores = self.scorer.join_layers(scores, position, seq_len, num_positions)
-        return dataclasses.replace(scores, joint=None)
+        return dataclasses.replace(scores, joint=None, queries=queries)
 
     def room(self, view: LayerView, artefacts: Artefacts, num_layers: int) -> Scores:
         """Zeros of the shapes that the scores of all layers have; `view` may be abstract."""
