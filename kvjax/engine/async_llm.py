@@ -225,7 +225,8 @@ class AsyncLLM:
         compression: CompressionConfig | None = None,
     ) -> None:
         """Compile what prompts of these lengths need, as `LLM.warm_up`; requests go on meanwhile,
-        and those that wait for steps come first."""
+        and those that wait for steps come first. With several processes they go on between two
+        steps that are compiled."""
         if self.llm.engine.beside is None:
             for part in warming.parts(self.llm, prompt_lens, logprobs, compression):
                 await self._call(part)
