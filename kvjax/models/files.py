@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, overload
@@ -91,6 +92,23 @@ def read_bytes(path: Path, most: int) -> bytes:
     if large or len(data) > most:
         raise UserError(f"{path} has more than {most} bytes, the most that is read of such a file")
     return data
+
+
+def crc32(path: Path) -> int:
+    """The CRC-32 of the bytes of the file `path`, of which a megabyte at a time is in memory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: it cannot be read.
+    """
+    total = 0
+    with open_file(path) as stream:
+        try:
+            while block := stream.read(1 << 20):
+                total = zlib.crc32(block, total)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    return total
 
 
 def parse_json(data: bytes, where: str) -> Any:

@@ -4,7 +4,7 @@
     tokenizer…      the files that the original had; of a GGUF file, its metadata alone
     params/         the Orbax checkpoint: {"embed": …, "layers": {"0": {"qkv": …}, …}, …}
     dealing.json    of a model that was saved as it lay on several devices: which head lies where
-    files.json      the size of every file below params/
+    files.json      the size and the CRC-32 of every file below params/
 
 The weights lie as the model takes them (``kvjax.models.families``), one array per layer, so that
 they load without a second copy whether the layers are to be stacked or not.
@@ -20,6 +20,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ from kvjax.errors import UserError
 from kvjax.models.architectures import config_from_hf
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import logical_axes
-from kvjax.models.files import find
+from kvjax.models.files import crc32, find
 from kvjax.models.fingerprint import hash_of_samples, sample_of
 from kvjax.models.hub import Progress
 from kvjax.models.parallel import Dealing, dealt_shape, layer_of, undealt
@@ -52,6 +53,9 @@ CONFIG = "config.json"
 DEALING, FILES = "dealing.json", "files.json"
 # What Orbax reads or writes at a time: it holds that much a second time meanwhile.
 GROUP_BYTES = 1 << 28
+# Keys of an entry of files.json, and what a file holds that holds more than metadata.
+BYTES, SUM = "bytes", "crc32"
+LARGE_BYTES = 1 << 20
 
 
 def is_orbax(folder: Path) -> bool:
@@ -163,20 +167,53 @@ def file_sizes(params: Path) -> dict[str, int]:
     return sizes
 
 
+def list_files(params: Path) -> dict[str, dict[str, int]]:
+    """What files.json says of every file below `params`: its bytes and their CRC-32."""
+    sizes = file_sizes(params)
+    sums = _sums(params, sizes)
+    return {name: {BYTES: size, SUM: sums[name]} for name, size in sizes.items()}
+
+
+def _sums(params: Path, names: Iterable[str]) -> dict[str, int]:
+    """The CRC-32 of files below `params`, several at a time."""
+    names = list(names)
+    with futures.ThreadPoolExecutor() as pool:
+        found = pool.map(lambda name: crc32(params / name), names)
+        return dict(zip(names, found, strict=True))
+
+
 def _check_files(folder: Path) -> None:
-    """Compares the sizes of all files: Orbax tells of a truncated one in hundreds of lines."""
-    sizes = file_sizes(folder / PARAMS)
-    for name, expected in read_part(folder / FILES).values.items():
+    """Compares all files with files.json, as far as it tells.
+
+    Orbax tells of a truncated file in hundreds of lines, of bytes that changed inside an array
+    not at all; and where it fails while it reads arrays, its threads call into an event loop that
+    is closed. Of the files that hold arrays each of several processes compares a share.
+    """
+    params, listed = folder / PARAMS, read_part(folder / FILES).values
+    sizes = file_sizes(params)
+
+    def damaged(name: str, more: str) -> UserError:
         shown_name = name if name.isprintable() else shown(name)
+        return UserError(f"{params / shown_name} is {more}; convert the checkpoint again")
+
+    expected = {
+        # Checkpoints of earlier versions have sizes alone.
+        name: told if isinstance(told, dict) else {BYTES: told}
+        for name, told in listed.items()
+    }
+    for name, told in expected.items():
         if name not in sizes:
-            raise UserError(
-                f"{folder / PARAMS / shown_name} is missing; convert the checkpoint again"
-            )
-        if sizes[name] != expected:
-            raise UserError(
-                f"{folder / PARAMS / shown_name} is truncated or damaged: it has {sizes[name]} of "
-                f"{shown(expected)} bytes; convert the checkpoint again"
-            )
+            raise damaged(name, "missing")
+        if sizes[name] != told.get(BYTES):
+            size = shown(told.get(BYTES))
+            raise damaged(name, f"truncated or damaged: it has {sizes[name]} of {size} bytes")
+    summed = [name for name, told in expected.items() if SUM in told]
+    large = [name for name in summed if sizes[name] > LARGE_BYTES]
+    others = set(large) - set(large[jax.process_index() :: jax.process_count()])
+    sums = _sums(params, (name for name in summed if name not in others))
+    for name, found in sums.items():
+        if found != expected[name][SUM]:
+            raise damaged(name, "damaged: its bytes are not those that were written")
 
 
 def _check_metadata(

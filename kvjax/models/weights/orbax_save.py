@@ -23,7 +23,7 @@ from kvjax.models.architectures import config_to_hf
 from kvjax.models.config import ModelConfig
 from kvjax.models.parallel import Dealing
 from kvjax.models.weights.gguf_header import read_gguf_header
-from kvjax.models.weights.orbax import CONFIG, DEALING, FILES, GROUP_BYTES, PARAMS, file_sizes
+from kvjax.models.weights.orbax import CONFIG, DEALING, FILES, GROUP_BYTES, PARAMS, list_files
 from kvjax.models.weights.placement import ParamPath
 
 _TOKENIZER_FILES = (
@@ -92,7 +92,7 @@ def save_orbax(
         work.mkdir()
 
     def finish() -> None:
-        (work / FILES).write_text(json.dumps(file_sizes(work / PARAMS)) + "\n")
+        (work / FILES).write_text(json.dumps(list_files(work / PARAMS)) + "\n")
         if dealing is not None:
             told = {"number": dealing.number.tolist(), "devices": dealing.devices}
             told["replicas"] = dealing.replicas
