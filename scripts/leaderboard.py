@@ -4,10 +4,12 @@ python scripts/leaderboard.py                     # the page, of what benchmarks
 python scripts/leaderboard.py --check             # say whether it is as the results have it
 python scripts/leaderboard.py --measure snapkv --data DATA             # and with this method's row
 python scripts/leaderboard.py --measure snapkv --data DATA --kv-dtype int8
+python scripts/leaderboard.py --measure snapkv,h2o --data DATA --length 4096
+python scripts/leaderboard.py --measure snapkv --data DATA --model NAME --weights FILE
 
-What is measured lies in benchmarks/results/leaderboard-MODEL-METHOD.jsonl and goes on where it was
-broken off; whole ones are packed by gzip. A method has a row where it was run on every prompt that
-the full cache was run on.
+What is measured lies in benchmarks/results/leaderboard-MODEL-METHOD.jsonl (with the length behind
+it, where that is not the first) and goes on where it was broken off; whole ones are packed by gzip.
+A method has a row where it was run on every prompt that the full cache was run on.
 """
 
 import argparse
@@ -22,10 +24,12 @@ from kvjax.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "leaderboard.md", ROOT / "benchmarks" / "results"
-SPLIT, LENGTH, SEED, ROWS = "dev", 1024, 5, 4
+SPLIT, LENGTHS, SEED, ROWS = "dev", (1024, 4096), 5, 4
 TASKS, TEXT = ("needle", "passkey", "fact"), "continuation"
 RATES, PROTOCOLS = (8.0, 32.0), ("chat", "agnostic")
-IDS = re.compile(rf"({'|'.join((*TASKS, TEXT))})/{SPLIT}/{LENGTH}/{SEED}/[0-{ROWS - 1}]")
+IDS = re.compile(
+    rf"({'|'.join((*TASKS, TEXT))})/{SPLIT}/({'|'.join(map(str, LENGTHS))})/{SEED}/[0-{ROWS - 1}]"
+)
 HEAD = (
     *("method", "model", "`chat`", "`agnostic`", "continuation", "reached rate", "fewer bytes"),
     *("prefill", "decode"),
@@ -34,8 +38,8 @@ HEAD = (
 INTRODUCTION = f"""Written by `python scripts/leaderboard.py`; one more row:
 `python scripts/leaderboard.py --measure METHOD --data DATA`.
 
-Development prompts of {LENGTH:,} tokens ({", ".join(TASKS)}: {{prompts}} in all, seed {SEED})
-and {{texts}} continued texts, compressed once. `chat` and `agnostic`: exact matches in %.
+Development prompts ({", ".join(TASKS)}: {ROWS} each, seed {SEED}) and {ROWS} continued texts,
+compressed once. `chat` and `agnostic`: exact matches in %.
 Continuation: KL(full cache ‖ compressed), `chat`. Brackets are 95 % bootstrap intervals over
 prompts: so few prompts tell the best from the worst, and no neighbours apart. Reached rate: KVs of
 the full cache / KVs held; fewer bytes: the same of bytes, with all that is kept beside a KV.
@@ -47,16 +51,18 @@ and an eighth of the cap was protected: [results.md](results.md) has what that c
 [evaluation.md](evaluation.md) has protocols and tasks."""
 
 
-def command(method: str, model: str, kinds: str, data: str, out: Path) -> list[str]:
-    """What `kvjax evaluate` is given for a row."""
+def command(options: argparse.Namespace, out: Path) -> list[str]:
+    """What `kvjax evaluate` is given for rows."""
     return [
-        *("--model", model, "--data", data, "--methods", method, "--out", str(out)),
-        *("--split", SPLIT, "--length", f"{LENGTH}", "--seed", f"{SEED}", "--rows", f"{ROWS}"),
+        *("--model", options.model, *(("--weights", options.weights) if options.weights else ())),
+        *("--data", options.data, "--methods", options.measure, "--out", str(out)),
+        *("--split", SPLIT, "--length", f"{options.length}", "--seed", f"{SEED}"),
+        *("--rows", f"{ROWS}"),
         *("--tasks", ",".join((*TASKS, TEXT)), "--protocols", ",".join(PROTOCOLS)),
         *("--rates", ",".join(f"{rate:g}" for rate in RATES), "--details", "0"),
         # No page of its own: the leaderboard is written from the rows.
         *("--table", os.devnull),
-        *("--free-tokens", "0", *(("--kv-dtype", kinds) if kinds else ())),
+        *("--free-tokens", "0", *(("--kv-dtype", options.kv_dtype) if options.kv_dtype else ())),
     ]
 
 
@@ -136,13 +142,13 @@ def _percent(interval) -> str:
 
 def page(results: Sequence[dict]) -> str:
     """The whole page."""
-    count = len({row["digest"] for row in results if row["metric"] != "nll"})
-    texts = len({row["digest"] for row in results if row["metric"] == "nll"})
-    lines = ["# Leaderboard", "", INTRODUCTION.format(prompts=count, texts=texts), ""]
-    for rate in RATES:
-        found = rows_at(results, rate)
-        table = [HEAD, ("---",) * len(HEAD), *found]
-        lines += [f"## {rate:g}×", "", *("| " + " | ".join(cells) + " |" for cells in table), ""]
+    lines = ["# Leaderboard", "", INTRODUCTION, ""]
+    for length in LENGTHS:
+        of_length = [row for row in results if f"/{length}/" in row["id"]]
+        for rate in RATES if of_length else ():
+            table = [HEAD, ("---",) * len(HEAD), *rows_at(of_length, rate)]
+            lines += [f"## {length:,} tokens, {rate:g}×", ""]
+            lines += [*("| " + " | ".join(cells) + " |" for cells in table), ""]
     return "\n".join(lines)
 
 
@@ -154,6 +160,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measure", metavar="METHOD", help="run a method first")
     parser.add_argument("--data", help="folder of data, for --measure")
     parser.add_argument("--model", default="smollm2-135m", help="for --measure (%(default)s)")
+    parser.add_argument("--weights", help="for --measure, as of kvjax evaluate")
+    parser.add_argument(
+        "--length",
+        type=int,
+        choices=LENGTHS,
+        default=LENGTHS[0],
+        help="for --measure (%(default)s)",
+    )
     parser.add_argument("--kv-dtype", default="", metavar="TYPES", help="for --measure")
     options = parser.parse_args(arguments)
     if options.measure:
@@ -161,11 +175,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--measure needs --data, the folder that kvjax evaluate reads")
         from kvjax.cli.main import main as kvjax
 
-        name = re.sub(r"[^\w.-]", "-", f"leaderboard-{options.model}-{options.measure}.jsonl")
-        given = command(
-            options.measure, options.model, options.kv_dtype, options.data, RESULTS / name
-        )
-        if status := kvjax(["evaluate", *given]):
+        name = f"leaderboard-{options.model}-{options.measure}"
+        if options.length != LENGTHS[0]:
+            name += f"-{options.length}"
+        name = re.sub(r"[^\w.-]", "-", name) + ".jsonl"
+        if status := kvjax(["evaluate", *command(options, RESULTS / name)]):
             return status
     found = page(results_of(paths_in(RESULTS)))
     if options.check:

@@ -1,5 +1,6 @@
 """docs/leaderboard.md is what the committed results say, and rows are of the same prompts."""
 
+import argparse
 import gzip
 import json
 import os
@@ -65,11 +66,23 @@ def test_what_was_not_run_on_all_prompts_has_no_figure():
 
 def test_results_of_other_prompts_are_passed_over(tmp_path):
     kept = result("fact", 3, "full", 1.0)
-    ids = ["fact/test/1024/5/3", "fact/dev/1024/5/4", "fact/dev/4096/5/3", "kv/dev/1024/5/3"]
+    ids = ["fact/test/1024/5/3", "fact/dev/1024/5/4", "fact/dev/2048/5/3", "kv/dev/1024/5/3"]
     rows = [kept, *({**kept, "id": name} for name in ids), {**kept, "protocol": "prompt"}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert BOARD.results_of([path, path]) == [kept]
+
+
+def test_lengths_have_tables_of_their_own():
+    rows = [result("fact", 0, "full", 1.0), result("fact", 0, "full", 1.0, em=0)]
+    rows[1] |= {"id": "fact/dev/4096/5/0", "digest": "another"}
+    page = BOARD.page(rows)
+    titles = [line for line in page.splitlines() if line.startswith("## ")]
+    lengths = ("1,024", "4,096")
+    assert titles == [f"## {n} tokens, {rate}×" for n in lengths for rate in (8, 32)]
+    cells = [line.split(" | ")[2] for line in page.splitlines() if line.startswith("| `full`")]
+    assert cells == ["100 [100, 100]"] * 2 + ["0 [0, 0]"] * 2
+    assert "4,096" not in BOARD.page(rows[:1])
 
 
 def test_what_was_just_measured_wins_over_what_was_packed(tmp_path):
@@ -96,13 +109,21 @@ def test_a_row_more_is_one_command(tmp_path, monkeypatch, capsys):
     assert pairs["--table"] == os.devnull
     assert choose_protocols(pairs["--protocols"]) == ["chat", "agnostic"]
     assert tuple(rates_of(pairs["--rates"])) == BOARD.RATES
+    given = ["--measure", "snapkv,h2o", "--data", "DATA", "--length", "4096", "--weights", "FILE"]
+    assert BOARD.main([*given, "--model", "qwen2.5-0.5b"]) == 3
+    options = said[1][1:]
+    pairs = dict(zip(options[::2], options[1::2], strict=True))
+    assert pairs["--out"] == str(tmp_path / "leaderboard-qwen2.5-0.5b-snapkv-h2o-4096.jsonl")
+    assert (pairs["--length"], pairs["--weights"]) == ("4096", "FILE")
     assert main_of(BOARD.main, ["--measure", "snapkv"]) == 2
     assert "--measure needs --data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--data", "--split", "--rows", "--free-tokens", "--details"])
 def test_the_command_has_options_that_there_are(option, tmp_path, capsys):
-    assert option in BOARD.command("snapkv", "m", "", "DATA", tmp_path / "x")
+    given = {"measure": "snapkv", "model": "m", "data": "DATA", "weights": None, "kv_dtype": ""}
+    options = argparse.Namespace(**given, length=1024)
+    assert option in BOARD.command(options, tmp_path / "x")
     with pytest.raises(SystemExit):
         kvjax(["evaluate", "--help"])
     assert option in capsys.readouterr().out
