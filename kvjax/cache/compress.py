@@ -74,7 +74,8 @@ def compress(
         method: what decides, and what stays whatever is decided (a pytree: its parts are static,
             what it protects is not); by default the globally cheapest blocks go and nothing is
             protected.
-        artefacts: calibrated arrays, if the method reads any.
+        artefacts: calibrated arrays, if the method reads any; and `PROMPT_QUERY` of one sequence,
+            whose prompt is on its way in.
         max_kvs_per_step: KVs handled at once (static); more are split, never skipped.
     """
     slots = valid_slots(cache, slots)
@@ -202,9 +203,9 @@ def write_survivors(
     kept = ~evicted & (token < context_len[..., None])
     if method.merger is not None:
         goes = evicted & (token < context_len[..., None])
-        k, v = _merged(
-            method.merger, artefacts, k, v, position, order, goes, kept, length, scores.queries
-        )
+        if scores.queries is not None:
+            artefacts = {**artefacts, PROMPT_QUERY: scores.queries}
+        k, v = _merged(method.merger, artefacts, k, v, position, order, goes, kept, length)
     rank = jnp.where(kept, running_count(kept) - 1, num_tokens)
     at, head = layer[:, None, None], jnp.arange(num_heads)[:, None]
     kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)
@@ -233,19 +234,16 @@ def _merged(
     goes: Bool[Array, "L H T"],
     stays: Bool[Array, "L H T"],
     length: Int32[Array, ""],
-    queries: Float[Array, "L Hr n d"] | None,
 ) -> tuple[Float[Array, "L T H d"], Float[Array, "L T H d"]]:
     """A prompt with what goes folded into what stays, one layer at a time."""
 
     def fold(part):
-        layer, k, v, position, order, goes, stays, queries = part
+        layer, k, v, position, order, goes, stays = part
         k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
-        own = of_layer(merger.artefacts, artefacts, layer)
-        if queries is not None:
-            own[PROMPT_QUERY] = queries
+        own = of_layer(merger.reads(artefacts), artefacts, layer)
         k_rows, v_rows = merger.fold(k, v, position, order, goes, stays, length, own)
         k_rows, v_rows = jnp.swapaxes(k_rows, 0, 1), jnp.swapaxes(v_rows, 0, 1)
         return k_rows.astype(k.dtype), v_rows.astype(v.dtype)
 
     layers = jnp.arange(k.shape[0], dtype=jnp.int32)
-    return jax.lax.map(fold, (layers, k, v, position, order, goes, stays, queries))
+    return jax.lax.map(fold, (layers, k, v, position, order, goes, stays))

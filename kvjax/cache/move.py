@@ -192,7 +192,7 @@ def _merged(
 
     def fold(row):
         layer, k, v, position, score, goes, stays, seq_len = row
-        own = of_layer(merger.artefacts, artefacts, layer)
+        own = of_layer(merger.reads(artefacts), artefacts, layer)
         return merger.fold(k, v, position, score, goes, stays, seq_len, own)
 
     k_rows, v_rows = jax.lax.map(fold, (

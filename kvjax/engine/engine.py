@@ -296,7 +296,7 @@ class Engine:
         if phase == "repeat":
             self.metrics.repeated(decision.size)
         if job.in_pool and self._settle_chunk(job, decision.size) and decision.compress:
-            self._compress([request], job.budget if job.retains else None)
+            self._compress([request], job.budget if job.retains else None, job.queries)
 
     def _continue(self, request: Request) -> None:
         """Let a request's slot hold what it continues."""
@@ -373,8 +373,14 @@ class Engine:
             return [loop for one in ones for loop in self._decode(one)]
         return [(decode, report)]
 
-    def _compress(self, requests: Sequence[Request], keep: int | None = None) -> None:
-        """Compress some requests to their budgets, or to so many blocks each."""
+    def _compress(
+        self,
+        requests: Sequence[Request],
+        keep: int | None = None,
+        queries: jax.Array | None = None,
+    ) -> None:
+        """Compress some requests to their budgets, or to so many blocks each. `queries` are the
+        prompt's of the only one."""
         longest, total = self.scheduler.accounts.longest, 0
         with self._phase("compress"):
             for method, most, group in self._compressed_together(requests):
@@ -386,6 +392,7 @@ class Engine:
                     method,
                     most,
                     int(longest[slots].max()),
+                    queries,
                 )
                 freed = self.worker.on_host(freed)
                 for request, blocks in zip(group, freed.reshape(len(freed), -1)):

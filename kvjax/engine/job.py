@@ -26,6 +26,8 @@ class PromptJob:
     prompt: prefill.PromptKV | None = None
     logits: jax.Array | None = None
     """After the last chunk."""
+    queries: jax.Array | None = None
+    """Of the last chunk in the pool, [L, Hr, n, d]: those that its method's merger asks for."""
     fits: jax.Array | None = None
     """Whether the pool had room: for the last chunk with `in_pool`, else for what it keeps, once it
     is there."""

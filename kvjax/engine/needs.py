@@ -45,6 +45,7 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
     logits: Callable[[], Any] = lambda: job.logits  # noqa: E731
     if job.in_pool and job.chunks:
         yield _need(worker.chunk_call(job))
+        yield from _compressed_on_its_way(worker, request, job)
         logits = functools.partial(_logits, worker, job)
     elif not job.in_pool:
         yield from _in_scratch(worker, request, job)
@@ -52,6 +53,7 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
     if job.retains and len(job.tokens) < request.length:
         rest = worker.go_on(request, request.all_tokens, len(job.tokens), None)
         yield _need(worker.chunk_call(rest))
+        yield from _compressed_on_its_way(worker, request, rest)
         logits = functools.partial(_logits, worker, rest)
     key = worker.start_call(request, outside, None, None, top).key
     fits = worker.fits
@@ -120,6 +122,18 @@ def _in_scratch(worker: Worker, request: Request, job: PromptJob) -> Iterator[Ne
     if job.repetitions:
         yield need(lambda prompt: worker.repeat_call(job, prompt))
     yield need(lambda prompt: worker.place_call(request, prompt, worker.config.num_rows, None))
+
+
+def _compressed_on_its_way(worker: Worker, request: Request, job: PromptJob) -> Iterator[Need]:
+    """What compresses a prompt in the pool by queries of its own, where its method asks for any."""
+    if request.budget is None or (sample := request.method.observer.queries) is None:
+        return
+    slots, longest = [worker.config.num_rows], request.length + request.remaining
+    given = slots, [0], [0], request.method, request.compression.max_kvs_per_step, longest
+    # Keys tell how many queries there are; what lies where is known once the chunk is traced.
+    stand_in: Any = SimpleNamespace(shape=(0, 0, sample.newest + sample.spread, 0))
+    key = worker.compress_call(*given, queries=stand_in).key
+    yield Need(key, lambda: of_shapes(worker.compress_call(*given, queries=_after(worker, job)[3])))
 
 
 def _chunk(worker: Worker, job: PromptJob) -> StepCall:

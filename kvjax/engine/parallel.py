@@ -304,7 +304,7 @@ class Parallel:
         return {
             "prefill": (_as_is, (_PROMPT, SAME)),
             "prefill in scratch": (_as_is, (_PROMPT, SAME)),
-            "prefill in pool": (_as_is, (cache, SAME, SAME)),
+            "prefill in pool": (_as_is, (cache, SAME, SAME, _BY_HEAD)),
             "repeat": (_as_is, _BY_HEAD),
             "start": (lambda out: (out[0], _started(out[1])), (SAME, started)),
             "place": (_placed, (cache, SAME, SAME, SAME)),

@@ -234,7 +234,7 @@ def prefill_in_pool(
     slot: Int32[Array, ""],
     tokens: Int32[Array, " T"],
     length: Int32[Array, ""],
-) -> tuple[PagedCache, Float[Array, " V"], Bool[Array, ""]]:
+) -> tuple[PagedCache, Float[Array, " V"], Bool[Array, ""], Float[Array, "L Hr n d"] | None]:
     """Run the next chunk of a prompt behind what its slot holds, and write it.
 
     The chunk attends to the KVs that the slot's heads still hold and to itself. All of these are
@@ -243,8 +243,9 @@ def prefill_in_pool(
     afterwards.
 
     Returns:
-        The cache, the logits of the token after the chunk, and ``ok``: False, and every slot
-        holding what it held, when the blocks do not suffice.
+        The cache, the logits of the token after the chunk, ``ok``: False, and every slot holding
+        what it held, when the blocks do not suffice; and the chunk's queries that the observer
+        wants.
     """
     scorer = None if observer.scorer is None or observer.scorer.settled else observer.scorer
     start, before = cache.seq_len[slot], _InPool(cache, slot)
@@ -267,7 +268,7 @@ def prefill_in_pool(
             state={name: x[..., :held, :] for name, x in scores.state.items()},
         )
         cache = _scored_again(cache, slot, held_len, first, scorer.carry(length))
-    return cache, out, ok
+    return cache, out, ok, scores.queries
 
 
 def _run(

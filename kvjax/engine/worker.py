@@ -17,6 +17,7 @@ from flax import nnx
 
 from kvjax.cache import CacheSpec, PagedCache, init_cache
 from kvjax.cache.policy import DecodeRule, Method, Observer
+from kvjax.cache.policy.merge import PROMPT_QUERY
 from kvjax.engine import decode, prefill, repeat
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
@@ -242,7 +243,7 @@ class Worker:
             job.prompt = self.scratch_maker(job)()
         size, call = job.next_chunk, self.chunk_call(job)
         if job.in_pool:
-            self.cache, job.logits, job.fits = self.compiled.run(call)
+            self.cache, job.logits, job.fits, job.queries = self.compiled.run(call)
         else:
             self._compile_ahead(job, call)
             # Whole prompts take long and nothing is lost with them.
@@ -426,6 +427,7 @@ class Worker:
         method: Method,
         most: int,
         longest: int,
+        queries: jax.Array | None = None,
     ) -> jax.Array:
         """Compress `slots` to `keep` blocks each; returns the blocks each gives back.
 
@@ -436,8 +438,9 @@ class Worker:
             method: their method.
             most: KVs sorted at once.
             longest: no head of theirs holds more KVs.
+            queries: of a prompt on its way in, where it is the only one (`PromptJob.queries`).
         """
-        call = self.compress_call(slots, keep, protected, method, most, longest)
+        call = self.compress_call(slots, keep, protected, method, most, longest, queries=queries)
         self.cache, freed = self.compiled.run(call)
         return freed
 
@@ -450,12 +453,16 @@ class Worker:
         most: int,
         longest: int,
         exact: bool = False,
+        queries: Any = None,
     ) -> StepCall:
         method, choose = method.eviction, self.compiled.fitting
         blocks = -(-longest // self.config.block_size)
+        artefacts, rows = self.artefacts, 0
+        if queries is not None:
+            artefacts, rows = {**artefacts, PROMPT_QUERY: queries}, queries.shape[2]
 
         def key(columns: int, group: int) -> StepKey:
-            return StepKey("compress", method.parts, (most, columns, group))
+            return StepKey("compress", method.parts, (most, columns, group, rows))
 
         def width(group: int) -> int:
             return choose(blocks, self.compress_widths, lambda n: key(n, group), exact)
@@ -465,7 +472,7 @@ class Worker:
         keeps, stay = np.zeros((2, group), np.int32)
         keeps[: len(keep)], stay[: len(protected)] = keep, protected
         args = (
-            most, columns, method, self.artefacts, self.cache, self._padded(slots, group),
+            most, columns, method, artefacts, self.cache, self._padded(slots, group),
             keeps, stay,
         )  # fmt: skip
         return self._call(key(columns, group), args)

@@ -12,6 +12,7 @@ import pytest
 
 from kvjax import cache as kv
 from kvjax.cache.methods import METHODS, get_method
+from kvjax.cache.policy.score import QuerySample
 from kvjax.engine.prefill import empty_prompt, prefill_in_pool, prefill_in_scratch
 from tests.cache.pair import assert_identical, heads_of
 from tests.cache.stand_in import (
@@ -118,7 +119,7 @@ def test_the_oracle_knows_every_rule():
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_chunk_measures_what_the_oracle_measures(held, oracle, name):
-    after, scores, ok = chunked(get_method(name).observer)(PARAMS, held, np.int32(CHUNK))
+    after, scores, ok, _ = chunked(get_method(name).observer)(PARAMS, held, np.int32(CHUNK))
     assert ok
     assert audit(after) == []
     want = METRICS[name](oracle)
@@ -137,7 +138,7 @@ def test_a_chunk_measures_what_the_oracle_measures(held, oracle, name):
 def test_a_chunk_of_impossible_length_is_refused(held):
     step = chunked(get_method("h2o").observer)
     for length in (-1, WIDTH + 1, 2**31 - 1):
-        after, _, ok = step(PARAMS, held, np.int32(length))
+        after, _, ok, _ = step(PARAMS, held, np.int32(length))
         assert not ok
         assert_identical(held, after, f"{length} tokens")
 
@@ -202,10 +203,24 @@ def test_queries_of_the_last_part_are_kept_for_what_folds():
             assert jax.tree.structure(before) == jax.tree.structure(prompt)
         return prompt.scores.queries
 
-    at = [29 + CHUNK - 1 - i for i in range(sample.newest)]
-    at += [29 + (2 * i + 1) * CHUNK // (2 * sample.spread) for i in range(sample.spread)]
+    assert_queries_before_rope(np.asarray(parts(PARAMS)), sample, 29)
+
+
+def test_queries_of_a_chunk_are_told_to_what_folds(held):
+    observer = get_method("matched:predicted-reads-blind").observer
+    sample = observer.queries
+    assert sample is not None
+    _, _, ok, got = chunked(observer)(PARAMS, held, np.int32(CHUNK))
+    assert ok
+    assert_queries_before_rope(np.asarray(got), sample, START)
+
+
+def assert_queries_before_rope(got: np.ndarray, sample: QuerySample, start: int) -> None:
+    """The newest ones of a chunk that begins at `start`, and some of all of it."""
+    at = [start + CHUNK - 1 - i for i in range(sample.newest)]
+    at += [start + (2 * i + 1) * CHUNK // (2 * sample.spread) for i in range(sample.spread)]
     frequency = np.asarray(ARTEFACTS["rope_frequency"])
-    got = np.asarray(parts(PARAMS))
+    assert got.shape[2] == len(at)
     for layer, head, i in np.ndindex(*got.shape[:3]):
         want = turned(np.asarray(PARAMS["q"])[layer, at[i], head], -at[i], frequency[layer])
         np.testing.assert_allclose(got[layer, head, i], want, rtol=1e-4, atol=1e-4)

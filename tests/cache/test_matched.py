@@ -11,6 +11,7 @@ from kvjax import cache as kv
 from kvjax.cache.methods import get_method
 from kvjax.cache.methods.matched import REFERENCE_QUERY, AttentionMatched
 from kvjax.cache.policy import LayerView, Scores
+from kvjax.cache.policy.merge import PROMPT_QUERY
 from kvjax.cache.policy.method import PLAIN
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.policy.score import Stored
@@ -51,16 +52,21 @@ def cache(slots: int = 1):
     )  # fmt: skip
 
 
-def compressed(way: str, k, v, metric, keep: int, method=METHOD, length: int = T):
+def compressed(
+    way: str, k, v, metric, keep: int, method=METHOD, length: int = T, own: np.ndarray | None = None
+):
+    """A prompt as it is held; `own` are its queries."""
     slot, blocks = jnp.int32(0), jnp.int32(keep)
     if way == "in":
+        scores = metric if own is None else Scores(jnp.asarray(metric), queries=jnp.asarray(own))
         found, _, ok = jax.jit(kv.write_survivors)(
-            cache(), slot, k, v, metric, length, blocks, method, artefacts=ARTEFACTS
+            cache(), slot, k, v, scores, length, blocks, method, artefacts=ARTEFACTS
         )
     else:
         found, ok = jax.jit(kv.write_prompt)(cache(), slot, k, v, metric, length)
+        artefacts = ARTEFACTS if own is None else {**ARTEFACTS, PROMPT_QUERY: own}
         found, _ = jax.jit(kv.compress)(
-            found, slot[None], blocks[None], method, artefacts=ARTEFACTS
+            found, slot[None], blocks[None], method, artefacts=artefacts
         )
     assert ok
     return found
@@ -89,10 +95,11 @@ def test_what_stays_is_fitted_as_the_oracle_fits_it(way):
     assert_fitted(found, k, v, lambda layer, h: queries(layer, h, T, 50))
 
 
-def test_queries_of_the_prompt_are_references_on_its_way_in():
+@pytest.mark.parametrize("way", ["in", "in the pool"])
+def test_queries_of_the_prompt_are_references_on_its_way_in(way):
     k, v, metric = prompt(5)
     own = np.random.default_rng(6).standard_normal((L, 2 * H, 7, D)).astype(np.float32)
-    found = compressed("in", k, v, Scores(jnp.asarray(metric), queries=jnp.asarray(own)), 17)
+    found = compressed(way, k, v, metric, 17, own=own)
 
     def asked(layer, h):
         of_prompt = queries(layer, h, T, 50, 1, np.swapaxes(own, 1, 2))

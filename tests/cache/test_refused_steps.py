@@ -40,10 +40,10 @@ def test_a_refused_chunk(method, params):
     cache = filled([16], POOL).cache
     chunk = jax.jit(partial(prefill_in_pool, MODEL, get_method(method).observer))
     tokens = jnp.arange(8, dtype=jnp.int32)
-    after, _, ok = chunk(params, {}, cache, jnp.int32(0), tokens, jnp.int32(8))
+    after, _, ok, _ = chunk(params, {}, cache, jnp.int32(0), tokens, jnp.int32(8))
     assert not ok
     assert_identical(cache, after, "refused chunk")
-    after, scores, ok = chunk(params, {}, cache, jnp.int32(0), tokens, jnp.int32(4))
+    after, scores, ok, _ = chunk(params, {}, cache, jnp.int32(0), tokens, jnp.int32(4))
     assert ok
     assert np.isfinite(np.asarray(scores)).all()
     assert [x.position for x in heads_of(after)[0, 1, 1]] == list(range(20))

@@ -14,7 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cache import CompressionConfig
+from kvjax.cache import CompressionConfig, get_method
+from kvjax.cache.policy import Merger
+from kvjax.cache.policy.score import QuerySample
 from kvjax.engine import warming
 from kvjax.engine.async_llm import AsyncLLM
 from kvjax.engine.compilation import StepCall, StepKey
@@ -344,11 +346,27 @@ def test_a_prefix_that_is_loaded_holds_up_nobody(tiny_params, tmp_path, expected
     run(main())
 
 
+class Asks(Merger):
+    """Changes nothing, and wants to see queries of the prompt."""
+
+    @property
+    def queries(self):
+        return QuerySample(newest=2, spread=1)
+
+    def fold(self, k, v, *_):
+        return k, v
+
+
 EVICTS = CompressionConfig(method="kv-compress", rate=2, floor=8, window=4)
 SUMS = CompressionConfig(method="h2o", rate=2, floor=8, compress_every=8)
 READS = CompressionConfig(method="kvzip", rate=2, floor=8)
 Kind = tuple[int, CompressionConfig, dict, bool]
-FEW: list[Kind] = [(SHORT, EVICTS, {"logprobs": 3}, True), (150, EVICTS, {}, False)]
+ASKS = CompressionConfig(method=get_method("kv-compress")._with(merger=Asks()), rate=2, floor=8)
+FEW: list[Kind] = [
+    (SHORT, EVICTS, {"logprobs": 3}, True),
+    (150, EVICTS, {}, False),
+    (150, ASKS, {}, False),
+]
 MANY: list[Kind] = [
     (LONG, EVICTS, {"logprobs": 0}, False),
     (LONG, SUMS, {}, False),

@@ -44,7 +44,8 @@ class AttentionMatched(Merger):
     turns: int = 2
     """Of these, how many each query is turned to; one, where the prompt gives queries, too."""
     newest: int = 16
-    """Last queries of a prompt that are references, too, when it is compressed on its way in."""
+    """Last queries of a prompt that are references, too, when it is compressed on its way in; of
+    its last chunk, where it comes in several to the pool."""
     spread: int = 16
     """Queries of all of it that are."""
     stiffness: float = 0.01
@@ -53,7 +54,10 @@ class AttentionMatched(Merger):
     """Ridge of the values' change, times the mean Σ of a query's squared weights."""
 
     artefacts: ClassVar[tuple[str, ...]] = (ROPE_FREQUENCY, REFERENCE_QUERY)
-    head_axes: ClassVar[Mapping[str, HeadAxis]] = {REFERENCE_QUERY: HeadAxis(2, grouped=True)}
+    head_axes: ClassVar[Mapping[str, HeadAxis]] = {
+        REFERENCE_QUERY: HeadAxis(2, grouped=True),
+        PROMPT_QUERY: HeadAxis(1, grouped=True),
+    }
 
     def __post_init__(self):
         check_wholes(self, 1, 2**20, "ahead", "turns")

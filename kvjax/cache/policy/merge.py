@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache.policy.score import Artefacts, HeadAxis, QuerySample
 
 PROMPT_QUERY = "prompt_query"
-"""Artefact [Hr, n, d] of a layer that only `Merger.fold` sees, and only on a prompt's way in: the
+"""Artefact [L, Hr, n, d] that only mergers see, and only while a prompt is on its way in: the
 prompt's own queries before RoPE, as `Merger.queries` asks for them."""
 
 
@@ -25,6 +25,11 @@ class Merger:
     def queries(self) -> QuerySample | None:
         """Which of a prompt's queries it wants to see (`PROMPT_QUERY`); None for none."""
         return None
+
+    def reads(self, artefacts: Artefacts) -> tuple[str, ...]:
+        """Names of those of `artefacts` that it is given a layer's part of."""
+        prompts = self.queries is not None and PROMPT_QUERY in artefacts
+        return (*self.artefacts, PROMPT_QUERY) if prompts else self.artefacts
 
     def fold(
         self,
