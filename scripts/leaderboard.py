@@ -5,7 +5,7 @@ python scripts/leaderboard.py --check             # say whether it is as the res
 python scripts/leaderboard.py --measure snapkv --data DATA             # and with this method's row
 python scripts/leaderboard.py --measure snapkv --data DATA --kv-dtype int8
 python scripts/leaderboard.py --measure snapkv,h2o --data DATA --length 4096
-python scripts/leaderboard.py --measure snapkv --data DATA --model NAME --weights FILE
+python scripts/leaderboard.py --measure snapkv --data DATA --weights FILE
 
 What is measured lies in benchmarks/results/leaderboard-MODEL-METHOD.jsonl (with the length behind
 it, where that is not the first) and goes on where it was broken off; whole ones are packed by gzip.
@@ -54,7 +54,7 @@ and an eighth of the cap was protected: [results.md](results.md) has what that c
 def command(options: argparse.Namespace, out: Path) -> list[str]:
     """What `kvjax evaluate` is given for rows."""
     return [
-        *("--model", options.model, *(("--weights", options.weights) if options.weights else ())),
+        *(("--weights", options.weights) if options.weights else ("--model", options.model)),
         *("--data", options.data, "--methods", options.measure, "--out", str(out)),
         *("--split", SPLIT, "--length", f"{options.length}", "--seed", f"{SEED}"),
         *("--rows", f"{ROWS}"),
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measure", metavar="METHOD", help="run a method first")
     parser.add_argument("--data", help="folder of data, for --measure")
     parser.add_argument("--model", default="smollm2-135m", help="for --measure (%(default)s)")
-    parser.add_argument("--weights", help="for --measure, as of kvjax evaluate")
+    parser.add_argument("--weights", help="for --measure, in place of --model")
     parser.add_argument(
         "--length",
         type=int,
@@ -175,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError("--measure needs --data, the folder that kvjax evaluate reads")
         from kvjax.cli.main import main as kvjax
 
-        name = f"leaderboard-{options.model}-{options.measure}"
+        model = Path(options.weights).stem if options.weights else options.model
+        name = f"leaderboard-{model}-{options.measure}"
         if options.length != LENGTHS[0]:
             name += f"-{options.length}"
         name = re.sub(r"[^\w.-]", "-", name) + ".jsonl"

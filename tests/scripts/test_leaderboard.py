@@ -109,12 +109,22 @@ def test_a_row_more_is_one_command(tmp_path, monkeypatch, capsys):
     assert pairs["--table"] == os.devnull
     assert choose_protocols(pairs["--protocols"]) == ["chat", "agnostic"]
     assert tuple(rates_of(pairs["--rates"])) == BOARD.RATES
-    given = ["--measure", "snapkv,h2o", "--data", "DATA", "--length", "4096", "--weights", "FILE"]
-    assert BOARD.main([*given, "--model", "qwen2.5-0.5b"]) == 3
+    given = [
+        "--measure",
+        "snapkv,h2o",
+        "--data",
+        "DATA",
+        "--length",
+        "4096",
+        "--weights",
+        "A/b.gguf",
+    ]
+    assert BOARD.main(given) == 3
     options = said[1][1:]
     pairs = dict(zip(options[::2], options[1::2], strict=True))
-    assert pairs["--out"] == str(tmp_path / "leaderboard-qwen2.5-0.5b-snapkv-h2o-4096.jsonl")
-    assert (pairs["--length"], pairs["--weights"]) == ("4096", "FILE")
+    assert pairs["--out"] == str(tmp_path / "leaderboard-b-snapkv-h2o-4096.jsonl")
+    assert (pairs["--length"], pairs["--weights"]) == ("4096", "A/b.gguf")
+    assert "--model" not in pairs
     assert main_of(BOARD.main, ["--measure", "snapkv"]) == 2
     assert "--measure needs --data" in capsys.readouterr().err
 
