@@ -305,6 +305,8 @@ def test_a_step_that_failed_is_told_before_it_is_tried_again(tiny_params):
             assert found is not None
             failed = [future for key, future in found.items() if key.step == "prefill in scratch"]
             assert [str(future.exception()) for future in failed] == ["no such kernel"]
+            # What was begun would be tried by then.
+            await reached_none(worker.compiled.under_way, engine, llm)
             assert gate.tried == 1
             await llm._call(lambda: engine.compile_ahead(needs))
             while gate.tried < 2:

@@ -213,21 +213,23 @@ def test_who_reads_no_more_holds_up_no_replica():
         told = messages_of(app, scope_of(), b"{}")
         for _ in range(3):
             await anext(told)
+        await asyncio.sleep(0.01)  # until it waits for room
         async with asyncio.timeout(20):
             await told.aclose()
 
     asyncio.run(main())
 
 
-def test_an_application_that_fails_is_not_silent():
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_an_application_that_fails_is_not_silent(error):
     async def fails(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise ValueError("broken")
+        raise error("broken")
 
     async def main():
         told = messages_of(fails, scope_of(), b"{}")
         assert (await anext(told))["status"] == 200
-        with pytest.raises(ValueError, match="broken"):
+        with pytest.raises(error, match="broken"):
             await anext(told)
 
     asyncio.run(main())
