@@ -46,8 +46,6 @@ the full cache / KVs held; fewer bytes: the same of bytes, with all that is kept
 Prefill: what observing, choosing and writing add to it, as timed on shared CPU cores. Decode: KVs
 that a step reads, of the full cache's. –: not run on all of these prompts. Some types store a
 prompt as a whole (`gear4` and others): [methods.md](methods.md) says which no cache can be of.
-Rows of `matched:` and `predicted-reads-blind` are of before queries of the prompt were references
-and an eighth of the cap was protected: [results.md](results.md) has what that changed.
 [evaluation.md](evaluation.md) has protocols and tasks."""
 
 
