@@ -134,7 +134,9 @@ class ToCentres(Merger):
             jnp.where(changed, new_v.astype(v.dtype), v),
         )
 
-    def _irrelevant(self, weight: Float[Array, " T"], dropped: Bool[Array, " T"]):
+    def _irrelevant(
+        self, weight: Float[Array, " T"], dropped: Bool[Array, " T"]
+    ) -> Bool[Array, " T"]:
         """The lowest scores that go, as many as have no more than their share together."""
         order = jnp.argsort(jnp.where(dropped, weight, jnp.inf))
         together = jnp.cumsum(weight[order])
