@@ -25,6 +25,7 @@ from tests.oracle.question_free import (
     unlike_the_mean,
 )
 from tests.oracle.scores import (
+    global_local_row,
     policy_row,
     random_number,
     window_values,
@@ -202,6 +203,12 @@ def hit_again(c: Chunk, name: Name, x: Held) -> np.ndarray:
     return np.array(result)
 
 
+def global_local(c: Chunk, name: Name, x: Held) -> np.ndarray:
+    """EMS, from the chunk's queries and the last 32 of them."""
+    everywhere, local = (rows.sum(axis=(0, 1)) for rows in (x.p, x.p[:, -32:]))
+    return global_local_row(everywhere, local) / len(x.at)
+
+
 def windowkv(suffix: int, best: int):
     """By the chunk's suffix, in the first layer; what that does not hold counts 0 elsewhere."""
 
@@ -310,6 +317,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
     "kvzip": every(lambda c, name, x: x.before),
     "fastgen": every(lambda c, name, x: policy_row(x.p.mean(axis=(0, 1)), x.at, c.end)),
+    "ems": every(global_local),
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
     "predicted-reads": every(predicted),
     "predicted-reads-blind": every(predicted),

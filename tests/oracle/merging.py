@@ -79,3 +79,57 @@ def merged(
         weight /= weight.sum()
         new_k[pivot], new_v[pivot] = weight @ k[joined], weight @ v[joined]
     return new_k[stays], new_v[stays]
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-24))
+
+
+def classes_of(
+    k: np.ndarray,
+    v: np.ndarray,
+    scores: np.ndarray,
+    guarded: set[int],
+    stays: np.ndarray,
+    irrelevant: float = 0.05,
+    alike: float = 0.5,
+) -> dict[int, list[int]]:
+    """EMS's classes of a head: which KVs are merged into each centre.
+
+    The lowest scores that have no more than a twentieth of all together go; of the others that go,
+    each joins the centre that it is most like in key and value, if that is enough.
+    """
+    k, v = k.astype(np.float64), v.astype(np.float64)
+    centres = [i for i in range(len(k)) if stays[i] and i not in guarded]
+    goes = sorted(np.flatnonzero(~stays).tolist(), key=lambda i: scores[i])
+    room = irrelevant * sum(scores[i] for i in centres + goes)
+    classes: dict[int, list[int]] = {centre: [] for centre in centres}
+    for i in goes:
+        room -= scores[i]
+        if room < 0 and centres:
+            like = [max(0.0, cosine(k[i], k[c])) * max(0.0, cosine(v[i], v[c])) for c in centres]
+            if max(like) > alike:
+                classes[centres[int(np.argmax(like))]].append(i)
+    return classes
+
+
+def with_centres(
+    k: np.ndarray,
+    v: np.ndarray,
+    scores: np.ndarray,
+    classes: dict[int, list[int]],
+    stays: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of those that stay after EMS."""
+    k, v = k.astype(np.float64), v.astype(np.float64)
+    new_k, new_v = k.copy(), v.copy()
+    for centre, members in classes.items():
+        if members:
+            joined = [centre, *members]
+            weight = scores[joined].astype(np.float64)
+            weight /= weight.sum()
+            norms = [np.linalg.norm(k[i]) for i in joined]
+            direction = sum(w * k[i] / n for w, i, n in zip(weight, joined, norms, strict=True))
+            new_k[centre] = direction / np.linalg.norm(direction) * (weight @ norms)
+            new_v[centre] = weight @ v[joined]
+    return new_k[stays], new_v[stays]

@@ -144,6 +144,21 @@ def h2o_scores(p: Prompt) -> Scores:
     return {name: rows.sum(axis=0) for name, rows in h2o_rows(p).items()}
 
 
+def global_local_row(everywhere: np.ndarray, local: np.ndarray) -> np.ndarray:
+    """EMS of a head's keys: the larger of two rows of sums, scaled so that their means are 1."""
+    return np.maximum(everywhere / everywhere.mean(), local / local.mean())
+
+
+def global_local(p: Prompt) -> Scores:
+    """EMS with a window of 32, where all keys together receive 1 of a query."""
+    result = {}
+    for layer, head in p.names:
+        rows = [column_sums(p, layer, head, queries).sum(axis=0)
+                for queries in (range(p.length), last(p, 32))]  # fmt: skip
+        result[layer, head] = global_local_row(*rows) / p.length
+    return result
+
+
 def policy_row(mass: np.ndarray, at: np.ndarray, end: int) -> np.ndarray:
     """FastGen of a head's keys by mean attention: that of what its policy keeps, −1/a of the rest.
 
