@@ -7,8 +7,8 @@ from kvjax.cache.methods import METHODS
 from kvjax.checks import shown
 from kvjax.engine.parallel import check_method as check_on_devices
 from kvjax.engine.prefixes import settings_of
+from kvjax.engine.probe import check_fits
 from kvjax.engine.prompts import Prompt, token_ids
-from kvjax.engine.repeat import check_fits, request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError
@@ -78,11 +78,12 @@ def check_method(llm: "LLM", request: Request) -> None:
             f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "
             "that has it"
         )
-    if method.repeats:
+    if method.probed:
         check_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
-        asked = llm.worker.repeat_request
-        llm.worker.repeat_request = asked or request_tokens(llm.model.tokenizer)
-    window = getattr(method.scorer, "window", None)
+        drafts = getattr(method.scorer, "drafts", 0)
+        if drafts and llm.draft is not None:
+            llm.draft.check(request.length, drafts)
+    window = None if method.probed else getattr(method.scorer, "window", None)
     in_parts = request.length + request.remaining > llm.config.prefill_chunk
     if window is not None and in_parts and llm.config.prefill_chunk < 2 * window:
         raise UserError(

@@ -22,13 +22,14 @@ from kvjax.engine.calibrate.shelf import find as find_calibration
 from kvjax.engine.calibrate.shelf import load as load_calibration
 from kvjax.engine.checks import checked_request
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.draft import Draft
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.parallel import Parallel, check_there
+from kvjax.engine.probe import Bench, behind
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
-from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.split import split_of
@@ -58,6 +59,7 @@ class LLM:
         *,
         cache_dtype: Codec | jax.typing.DTypeLike | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = "auto",
+        draft: "LLM | None" = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Plan the memory and make an empty cache.
@@ -71,11 +73,15 @@ class LLM:
             calibration: arrays for methods that read them, or the file that holds them. "auto" uses
                 that of this package or of the user's cache, and makes it, once per model, if there
                 is none and a method that was named reads one; "none" never does.
+            draft: an engine, of a smaller model with the same tokenizer, that drafts for methods
+                that look ahead (`speckv`); by default the model drafts for itself. Nobody else may
+                use it.
             clock: seconds, for statistics.
 
         Raises:
             UserError: what is asked for does not fit the device's memory, with the numbers; no
-                codec stores that dtype; the calibration is no such file, or of another model.
+                codec stores that dtype; the calibration is no such file, or of another model; the
+                draft has another tokenizer.
         """
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
@@ -97,7 +103,8 @@ class LLM:
         self._usual = self.compression.method if own.compresses else UNCALIBRATED
         methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
-        again = request_tokens(self.model.tokenizer) if any(m.repeats for m in methods) else ()
+        bench = Bench(self.model.tokenizer, self.config.prefill_chunk)
+        self.draft = None if draft is None else Draft(draft, self.model.tokenizer)
         load = None if found is None else found.arrays.get(HEAD_LOAD)
         split, params = self.model.split, self.model.params
         dealing = None if split is None else split.dealing
@@ -113,7 +120,7 @@ class LLM:
             self.max_len,
             cache_dtype,
             tuple(planes),
-            len(again),
+            behind(bench, methods),
             None if parallel is None else parallel.dealing,
             *(() if together is None else (together.least,)),
         )
@@ -127,6 +134,8 @@ class LLM:
             eos_ids=sorted(self.model.tokenizer.eos_ids),
             artefacts={n: jnp.asarray(x) for n, x in found.arrays.items()} if found else None,
             parallel=parallel,
+            bench=bench,
+            draft=self.draft,
         )
         self.compression = self.compression.in_tokens(self.plan.spec)
         tell_of_codes(self.worker.cache, self.model.config.group_size)

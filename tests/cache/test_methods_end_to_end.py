@@ -75,6 +75,7 @@ LIKE_OTHERS = (
     "keydiff",
     "expected-attention",
     "kvzip-plus",
+    "speckv",
     "kvzap-linear",
     "kvzap-mlp",
     "duo-heads",

@@ -403,7 +403,7 @@ def test_nothing_compiles_in_the_engines_thread(tiny_params, caplog, kinds, conf
             run(main())
     finally:
         jax.config.update("jax_log_compiles", False)
-    steps = r"prefill\w*|repeat_again|start|place|share|decode|compress_slots|empty|positions_of"
+    steps = r"prefill\w*|probe_again|start|place|share|decode|compress_slots|empty|positions_of"
     ours = re.compile(rf"Compiling jit\(({steps})\)")
     found = [record for record in caplog.records if ours.match(record.getMessage())]
     assert len(found) > 5

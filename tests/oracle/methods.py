@@ -119,6 +119,7 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "compactor": keeps(compactor, protected=4, sinks=8),
     "kvzip": keeps_globally(unread, protected=1, sinks=4),
     "kvzip-plus": keeps_globally(unread, protected=1, sinks=4),
+    "speckv": keeps(unread, protected=33),
     "r-kv": keeps(mean_of_last, protected=8, choose=without_like()),
     "duo-heads": keeps_whole_heads(
         recency, lambda p: calibrated(p.layers, p.heads, 8)["head_budget"], protected=28, sinks=4
@@ -232,6 +233,7 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "razor-attention": recency,
     "kvzip": unread,
     "kvzip-plus": unread,
+    "speckv": unread,
     "r-kv": mean_of_last,
     "triattention": centred,
     "wide-pool": wide_pool,

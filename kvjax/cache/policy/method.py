@@ -107,9 +107,9 @@ class Method:
         return {name: at for part in parts if part for name, at in part.head_axes.items()}
 
     @property
-    def repeats(self) -> bool:
-        """Whether the prompt is repeated after prefill; see `Scorer.repeats`."""
-        return self.scorer is not None and self.scorer.repeats
+    def probed(self) -> bool:
+        """Whether something runs behind the prompt after prefill; see `Scorer.probed`."""
+        return self.scorer is not None and self.scorer.probed
 
     @property
     def rescored(self) -> bool:
@@ -136,7 +136,7 @@ class Method:
     @property
     def artefacts(self) -> tuple[str, ...]:
         """Names of the arrays that it needs."""
-        own = () if self.scorer is None or self.repeats else self.scorer.artefacts
+        own = () if self.scorer is None or self.probed else self.scorer.artefacts
         rule = () if self.decode is None else self.decode.artefacts
         merger = () if self.merger is None else self.merger.artefacts
         return tuple(dict.fromkeys((*own, *rule, *self.allocator.artefacts, *merger)))
@@ -164,7 +164,7 @@ class Method:
     def observer(self) -> Observer:
         """What prefill depends on."""
         return Observer(
-            None if self.repeats else self.scorer,
+            None if self.probed else self.scorer,
             self.selector.needs_query_heads,
             None if self.merger is None else self.merger.queries,
         )
