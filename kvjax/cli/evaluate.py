@@ -214,6 +214,7 @@ def evaluate(
     from kvjax.cache.config import CALIBRATED
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.engine.draft import Draft
+    from kvjax.engine.key_similarity import measured
     from kvjax.eval import papers
     from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.results import ResultsFile
@@ -235,6 +236,7 @@ def evaluate(
     named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
     calibration = chosen_calibration(options, model, named, progress)
     artefacts = {} if calibration is None else calibration.on_device()
+    artefacts |= measured(model, named, artefacts)
     engine = chosen_draft(options, progress)
     draft = None if engine is None else Draft(engine, model.tokenizer)
     evaluator = Evaluator(model, config, artefacts, draft)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
+from kvjax.cache.policy.method import OF_THE_MODEL
 from kvjax.checks import shown
 from kvjax.engine.parallel import check_method as check_on_devices
 from kvjax.engine.prefixes import settings_of
@@ -73,6 +74,11 @@ def check_method(llm: "LLM", request: Request) -> None:
             f"for it: give EngineConfig(methods=({method.name!r},))"
         )
     missing = [name for name in method.artefacts if name not in llm.worker.artefacts]
+    if missing and missing[0] in OF_THE_MODEL:
+        raise UserError(
+            f"method {method.name} reads {missing[0]}, which was not measured when the engine "
+            f"began: give EngineConfig(methods=({method.name!r},))"
+        )
     if missing:
         raise UserError(
             f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "

@@ -25,6 +25,7 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft import Draft
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
+from kvjax.engine.key_similarity import measured
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.parallel import Parallel, check_there
 from kvjax.engine.probe import Bench, behind
@@ -103,7 +104,7 @@ class LLM:
         self._usual = self.compression.method if own.compresses else UNCALIBRATED
         methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
-        bench = Bench(self.model.tokenizer, self.config.prefill_chunk)
+        bench = Bench(self.model, self.config.prefill_chunk)
         self.draft = None if draft is None else Draft(draft, self.model.tokenizer)
         load = None if found is None else found.arrays.get(HEAD_LOAD)
         split, params = self.model.split, self.model.params
@@ -124,6 +125,7 @@ class LLM:
             None if parallel is None else parallel.dealing,
             *(() if together is None else (together.least,)),
         )
+        artefacts = {} if found is None else {n: jnp.asarray(x) for n, x in found.arrays.items()}
         self.worker = Worker(
             self.model.config,
             params,
@@ -132,7 +134,7 @@ class LLM:
             num_blocks=self.plan.num_blocks,
             max_len=self.max_len,
             eos_ids=sorted(self.model.tokenizer.eos_ids),
-            artefacts={n: jnp.asarray(x) for n, x in found.arrays.items()} if found else None,
+            artefacts=artefacts | measured(self.model, methods, artefacts),
             parallel=parallel,
             bench=bench,
             draft=self.draft,

@@ -166,6 +166,9 @@ def without_state(worker: Worker) -> Worker:
     and the slot states, which come and go with each step."""
     worker = copy.copy(worker)
     worker.cache, worker.state = jax.tree.map(_shape, (worker.cache, worker.state))
+    if worker.bench is not None:
+        worker.bench = copy.copy(worker.bench)
+        worker.bench.idle = True
     return worker
 
 

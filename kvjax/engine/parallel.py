@@ -391,9 +391,12 @@ def check_replicas(devices: int, replicas: int, model: ModelConfig | None = None
 def check_method(method: Method, devices: int) -> None:
     """Raise `UserError` where a method cannot run on several devices."""
     if devices > 1 and method.across_heads:
+        why = "its scores join heads that lie on several devices"
+        if method.probed:
+            why = "it embeds prompts on a single device"
         raise UserError(
-            f"method {method.name} with tensor_parallel {devices}: its scores join heads that lie "
-            "on several devices; give another method, or one device"
+            f"method {method.name} with tensor_parallel {devices}: {why}; give another method, or "
+            "one device"
         )
 
 

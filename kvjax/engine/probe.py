@@ -9,7 +9,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
@@ -19,12 +21,15 @@ from kvjax.cache.policy import Method, Observer, Scores
 from kvjax.cache.policy.probe import AtHand, Probed
 from kvjax.engine.prefill import PromptKV, chunk_scores, prefill_in_scratch
 from kvjax.errors import UserError
+from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import is_stacked
+from kvjax.models.decoder import embedded, is_stacked
 from kvjax.models.family import scale_of
 from kvjax.models.parallel import whole_groups
 from kvjax.models.tokenizer import Tokenizer
 
+EMBEDDED = 1024
+"""Tokens that are embedded at a time."""
 REQUEST = "Repeat the previous context exactly."
 
 
@@ -45,12 +50,28 @@ def request_tokens(tokenizer: Tokenizer) -> list[int]:
 class Bench(AtHand):
     """What a model's probes are made of."""
 
-    def __init__(self, tokenizer: Tokenizer, size: int = CHUNK):
-        self.tokenizer, self.size = tokenizer, size
+    def __init__(self, model: LoadedModel, size: int = CHUNK):
+        self.model, self.size = model, size
+        self._embed = jax.jit(embedded, static_argnums=0)
+        self.idle = False
+        """Whether nothing runs: where only the shapes of probes matter."""
+
+    def embedded(self, tokens: np.ndarray) -> np.ndarray:
+        rows = []
+        for start in range(0, len(tokens), EMBEDDED):
+            part = np.zeros(EMBEDDED, np.int32)
+            size = len(tokens[start : start + EMBEDDED])
+            part[:size] = tokens[start : start + EMBEDDED]
+            if self.idle:
+                rows.append(np.zeros((size, 1), np.float32))
+            else:
+                found = self._embed(self.model.config, self.model.params, part)
+                rows.append(np.asarray(found, np.float32)[:size])
+        return np.concatenate(rows)
 
     @functools.cached_property
     def request(self) -> Sequence[int]:  # type: ignore[override]
-        return request_tokens(self.tokenizer)
+        return request_tokens(self.model.tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)

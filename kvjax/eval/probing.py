@@ -46,7 +46,7 @@ class Probing:
 
     def __init__(self, model: LoadedModel, spread: Spread, draft: Draft | None = None):
         self.model, self.spread, self.draft = model, spread, draft
-        self.bench = behind.Bench(model.tokenizer)
+        self.bench = behind.Bench(model)
         self.eos_ids = np.asarray(sorted(model.tokenizer.eos_ids) or [-1], np.int32)
 
     @functools.cached_property

@@ -76,6 +76,7 @@ LIKE_OTHERS = (
     "expected-attention",
     "kvzip-plus",
     "speckv",
+    "epicache",
     "kvzap-linear",
     "kvzap-mlp",
     "duo-heads",

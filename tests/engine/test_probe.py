@@ -11,10 +11,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvjax.cache import CompressionConfig, get_method
-from kvjax.cache.policy import Scores
+from kvjax.cache.methods.epicache import Episode, UnlikeLayers, clustered, medoid_of_last
+from kvjax.cache.policy import Budget, Scores
+from kvjax.cache.policy.method import KEY_SIMILARITY
 from kvjax.engine import LLM, EngineConfig
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.draft import Draft, check_same
+from kvjax.engine.key_similarity import Blocks, key_similarity
+from kvjax.engine.needs import needs_of
+from kvjax.engine.parallel import check_method
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.probe import draft
 from kvjax.errors import UserError
@@ -24,13 +29,21 @@ from kvjax.models import load_model
 from tests.cache.pair import heads_of
 from tests.engine.serving import assert_empty, greedy
 from tests.models.tokenizer_builders import tiny_tokenizer
-from tests.oracle.behind import lookahead_scores, said_behind
+from tests.oracle.behind import (
+    episodes,
+    key_similarities,
+    lookahead_scores,
+    medoid_segment,
+    most_read,
+    said_behind,
+)
 from tests.oracle.scores import Prompt
-from tests.oracle.selection import keeps
+from tests.oracle.selection import keeps, keeps_cheapest_by_layer, unlike_layers
 from tests.tiny import TINY, write_tiny
 
 LENGTH, CHUNK, CAP, B, DRAFTED = 100, 64, 48, 4, 32
 PROMPT = np.random.default_rng(8).integers(0, 256, LENGTH).astype(np.int32)
+EPICACHE = dataclasses.replace(get_method("epicache"), scorer=Episode(segment=4, episodes=2))
 SMALLER = dataclasses.replace(TINY, name="smaller", num_layers=1, intermediate_size=16)
 
 
@@ -48,6 +61,15 @@ class Checkpoint:
     @functools.cached_property
     def said(self) -> list[int]:
         return said_behind(self.hf, self.weights, PROMPT, DRAFTED)
+
+    def read_by(self, behind) -> np.ndarray:
+        """What is read of the prompt by tokens behind it."""
+        tokens = np.concatenate([PROMPT, behind])
+        return most_read(self.hf, self.weights, tokens, range(LENGTH, len(tokens)), LENGTH)
+
+    @property
+    def table(self) -> np.ndarray:
+        return self.weights["model.embed_tokens.weight"]
 
 
 @pytest.fixture(scope="module")
@@ -186,24 +208,23 @@ def test_a_draft_begins_behind_any_token(tiny, drafted):
     assert drafted(end) == tiny.said[:count] != []
 
 
-@pytest.mark.parametrize("length", [1, 20, 40])
-def test_short_prompts_keep_everything_that_is_protected(tiny, length):
-    llm = engine(tiny.model, "speckv")
-    prompt = PROMPT[:length]
-    one = llm.generate([prompt], greedy(2), CompressionConfig("speckv", max_cache_tokens=8))[0]
-    assert one.error is None
-    assert len(one.token_ids) == 2
-    assert one.stats.kept is not None
-    assert (one.stats.kept >= min(length, 33)).all()
+def test_prompts_may_be_shorter_than_the_window(tiny):
+    llm, settings = engine(tiny.model, "speckv"), CompressionConfig("speckv", max_cache_tokens=36)
+    prompts = [PROMPT[:1], PROMPT[:20], PROMPT[:40]]
+    outputs = llm.generate(prompts, greedy(2), settings)
+    assert [len(one.token_ids) for one in outputs] == [2, 2, 2]
+    kept = [one.stats.kept for one in outputs]
+    assert [int(one.min()) for one in kept if one is not None] == [1, 20, 36]
+    assert llm.metrics.as_dict()["kvjax_probe_tokens_total"] == 1 + 20 + 33 + 3 * DRAFTED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["speckv"])
+@pytest.mark.parametrize("name", ["speckv", "epicache"])
 def test_warming_up_compiles_what_runs_behind_prompts(tiny, name):
     llm = engine(tiny.model, name)
     llm.warm_up([LENGTH])
     steps = set(llm.worker.compiled.seconds)
-    assert {"draft", "probe"} <= {key.step for key in steps}
+    assert {key.step for key in steps} >= ({"draft", "probe"} if name == "speckv" else {"probe"})
     llm.generate([PROMPT], greedy(2))
     assert set(llm.worker.compiled.seconds) == steps
 
@@ -222,3 +243,110 @@ def test_evaluation_looks_ahead_of_what_is_compressed(tiny, smaller, dense, draf
     np.testing.assert_allclose(scores.metric[..., :LENGTH], want, rtol=1e-3, atol=1e-6)
     assert not np.asarray(scores.metric[..., LENGTH:]).any()
     assert seconds > 0
+
+
+def similar(layers_alike):
+    """The layers' tokens that follow from how alike their keys are."""
+
+    def layers(p, window):
+        return unlike_layers(layers_alike, float(p.cap_tokens)), p.cap_blocks * p.layers * p.heads
+
+    return layers
+
+
+@pytest.mark.parametrize("method", ["epicache", EPICACHE], ids=["one segment", "segments of 4"])
+def test_epicache_keeps_what_the_last_topics_medoid_reads(tiny, method):
+    llm = engine(tiny.model, method)
+    # So that layers keep unequal shares: what is measured of random weights is nearly even.
+    alike = np.array([0.5, 0.9], np.float32)
+    llm.worker.artefacts[KEY_SIMILARITY] = jnp.asarray(alike)
+    started(llm)
+    whole = method == "epicache"
+    probe = medoid_segment(tiny.table, PROMPT, *((64, 4) if whole else (4, 2)))
+    assert np.array_equal(probe, PROMPT[-len(probe) :]) == whole
+    keeps_of = functools.partial(
+        keeps_cheapest_by_layer, protected=1, sinks=4, layers_of=similar(alike)
+    )
+    check_kept(llm, tiny.read_by(probe), keeps_of)
+    kept = llm.worker.cache.context_len[0].sum(axis=1)
+    assert kept[0] > 2 * kept[1]
+    assert llm.metrics.as_dict()["kvjax_probe_tokens_total"] == len(probe)
+
+
+def test_evaluation_probes_with_the_last_topics_medoid(tiny, dense):
+    evaluator = Evaluator(tiny.model, EvaluatorConfig(block_size=B))
+    scores, seconds = evaluator.probing.scores(evaluator._timed, EPICACHE, dense, PROMPT)
+    want = tiny.read_by(medoid_segment(tiny.table, PROMPT, 4, 2))
+    np.testing.assert_allclose(scores.metric[..., :LENGTH], want, rtol=1e-3, atol=1e-6)
+    assert seconds > 0
+
+
+def test_what_is_needed_is_known_without_the_prompt(tiny, monkeypatch):
+    """Of which segment the probe is made changes no shape, and nothing is embedded to know it."""
+    llm = engine(tiny.model, EPICACHE)
+    one = llm.add_request(PROMPT, greedy(4))
+    request, _ = llm.engine.intake.open[one]
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.worker.bench, "_embed", None)
+        needs = {need.key for need in needs_of(llm.worker, request)}
+    while llm.has_unfinished():
+        llm.step()
+    probes = [key for key in llm.worker.compiled.seconds if key.step == "probe"]
+    assert probes == [key for key in needs if key.step == "probe"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_episodes_are_found_as_by_the_oracle(seed):
+    rng = np.random.default_rng(seed)
+    number, clusters = rng.integers(1, 24), int(rng.integers(1, 6))
+    points = rng.standard_normal((number, 3))
+    # Some stand in one place.
+    points = points[rng.integers(0, number, number)]
+    labels = clustered(points, clusters)
+    assert labels.tolist() == episodes(points, clusters)
+    chosen = medoid_of_last(points, clusters)
+    assert labels[chosen] == labels[-1]
+
+
+def test_topics_that_lie_apart_are_told_apart():
+    rng = np.random.default_rng(3)
+    topic = rng.permutation(np.arange(40) % 4)
+    points = np.eye(4)[topic] + rng.uniform(-0.1, 0.1, (40, 4))
+    labels = clustered(points, 4)
+    assert {len(set(labels[topic == t])) for t in range(4)} == {1}
+    assert len(set(labels)) == 4
+    same = points[topic == topic[-1]]
+    centre = same.mean(axis=0)
+    assert points[medoid_of_last(points, 4)] @ centre == max(same @ centre)
+
+
+def test_keys_are_alike_as_in_the_oracle(tiny):
+    blocks = Blocks(size=24, first=3, before=8, window=15)
+    run = jax.jit(key_similarity, static_argnums=(0, 1))
+    found = run(tiny.model.config, blocks, tiny.model.params, PROMPT)
+    want = key_similarities(tiny.hf, tiny.weights, PROMPT, 24, 3, 8, 15)
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+    # The first layer's keys follow from the tokens alone.
+    assert found[0] == pytest.approx(1, abs=1e-5)
+    assert found[1] < 0.99
+
+
+@pytest.mark.parametrize("alike", [[0.2, 0.9, 0.6, 0.85], [0.7] * 4], ids=["unlike", "alike"])
+def test_layers_keep_a_quarter_of_the_mean_at_least(alike):
+    budget = Budget.of(jnp.int32(8 * 6), jnp.int32(99), 0, 0.0, (4, 2, B))
+    cap = 6 * B
+    found = UnlikeLayers().tokens(budget, {KEY_SIMILARITY: jnp.asarray(alike, jnp.float32)})
+    np.testing.assert_allclose(found, unlike_layers(np.array(alike), cap), rtol=1e-5)
+    assert found.min() == pytest.approx(cap / 4 if alike[0] < 0.5 else cap)
+
+
+def test_epicache_is_refused_where_it_cannot_run(tiny):
+    llm = engine(tiny.model, "kvzip")
+    settings = CompressionConfig("epicache", max_cache_tokens=CAP)
+    with pytest.raises(UserError, match=r"^method epicache reads key_similarity, [^\n]*methods="):
+        llm.add_request(PROMPT, greedy(2), settings)
+    with pytest.raises(UserError, match=r"^method epicache with tensor_parallel 2: [^\n]*$"):
+        check_method(get_method("epicache"), 2)
+    check_method(get_method("speckv"), 2)
+    with pytest.raises(UserError, match=r"^method epicache runs .*: 161 tokens .* is 160; "):
+        engine(tiny.model, "epicache").add_request(PROMPT, greedy(61))

@@ -310,6 +310,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
     "kvzip": every(lambda c, name, x: x.before),
     "speckv": every(lambda c, name, x: x.before),
+    "epicache": every(lambda c, name, x: x.before),
     "fastgen": every(lambda c, name, x: policy_row(x.p.mean(axis=(0, 1)), x.at, c.end)),
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
     "predicted-reads": every(predicted),

@@ -18,6 +18,7 @@ from kvjax.cache.methods import (
     compactor,
     compresskv,
     duo_heads,
+    epicache,
     expected_attention,
     fastgen,
     full,
@@ -58,7 +59,7 @@ _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compre
            predicted_reads, shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
           compactor, kvzip, kvzap, duo_heads, r_kv, triattention, pyramidkv_ablations,
-          fastgen, razor_attention, kvmerger, windowkv, compresskv, speckv)  # fmt: skip
+          fastgen, razor_attention, kvmerger, windowkv, compresskv, speckv, epicache)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
 _WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means, "matched": matched}
 WRAPPED = (

@@ -22,6 +22,12 @@ from kvjax.cache.policy.select import Selector
 from kvjax.cache.store import Plane
 from kvjax.checks import INT32_MAX, check_flag, check_text
 
+KEY_SIMILARITY = "key_similarity"
+"""Array [L]: how alike each layer's keys are with full attention and with blocks alone; an engine
+measures it where a method that it names reads it."""
+OF_THE_MODEL = (ROPE_FREQUENCY, KEY_SIMILARITY)
+"""Arrays that follow from the model without a calibration."""
+
 Evidence = Literal["P", "C", "R", "A", "U", "own"]
 
 
@@ -144,7 +150,7 @@ class Method:
     @property
     def calibrated(self) -> tuple[str, ...]:
         """Those of them that a calibration has to give: all but what follows from the model."""
-        return tuple(name for name in self.artefacts if name != ROPE_FREQUENCY)
+        return tuple(name for name in self.artefacts if name not in OF_THE_MODEL)
 
     @property
     def eviction(self) -> "Method":

@@ -55,6 +55,10 @@ class AtHand:
         """Tokens that ask the model to repeat what stands before."""
         raise NotImplementedError
 
+    def embedded(self, tokens: np.ndarray) -> np.ndarray:
+        """The model's embedding [T, D] of each token."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True)
 class Probed(Scorer):
