@@ -416,7 +416,7 @@ def make_engine(
         config,
         cache_dtype=options.cache_dtype,
         calibration=calibration,
-        draft=chosen_draft(options, progress),
+        draft=chosen_draft(options, prompt_tokens + sampling.max_tokens, progress),
     )
     return llm, sampling
 

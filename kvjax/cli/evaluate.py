@@ -237,9 +237,7 @@ def evaluate(
     calibration = chosen_calibration(options, model, named, progress)
     artefacts = {} if calibration is None else calibration.on_device()
     artefacts |= measured(model, named, artefacts)
-    engine = chosen_draft(options, progress)
-    draft = None if engine is None else Draft(engine, model.tokenizer)
-    evaluator = Evaluator(model, config, artefacts, draft)
+    evaluator = Evaluator(model, config, artefacts)
     skipped = Skipped()
     progress("prompts")
     fields = {} if paper is None else paper.task_options
@@ -248,9 +246,12 @@ def evaluate(
     if config.answers or config.free_tokens:
         for metric in {row.metric for row, _ in rows}:
             check_library(metric)
+    longest = max((len(t.prompt) + len(t.target) for _, t in rows), default=1)
+    engine = chosen_draft(options, longest, progress)
+    draft = None if engine is None else Draft(engine, model.tokenizer)
     if options.batch is None:
-        longest = max(len(t.prompt) + len(t.target) for _, t in rows)
         config = dataclasses.replace(config, num_slots=slots_for(model, longest))
+    if options.batch is None or draft is not None:
         evaluator = Evaluator(model, config, artefacts, draft)
     progress.clear()
     for reason in skipped.reasons:

@@ -144,9 +144,9 @@ def add_draft_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
     )
 
 
-def chosen_draft(options: argparse.Namespace, progress: Progress) -> "LLM | None":
-    """The engine of the option `--draft`: one sequence, its own cache compressed 4× by the usual
-    method of its model.
+def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) -> "LLM | None":
+    """The engine of the option `--draft`, for one prompt of so many tokens at a time, its cache
+    compressed 4× by the usual method of its model.
 
     Raises:
         UserError: there is no such model, or it is damaged.
@@ -156,6 +156,7 @@ def chosen_draft(options: argparse.Namespace, progress: Progress) -> "LLM | None
     import jax
 
     from kvjax.cache import CompressionConfig
+    from kvjax.cache.methods.speckv import MOST_DRAFTED
     from kvjax.engine import LLM, EngineConfig
     from kvjax.models import load_model
     from kvjax.models.config import MODELS
@@ -168,7 +169,7 @@ def chosen_draft(options: argparse.Namespace, progress: Progress) -> "LLM | None
         dtype=dtype,
         progress=progress,
     )
-    most = model.config.max_position_embeddings
+    most = min(model.config.max_position_embeddings, longest + MOST_DRAFTED)
     config = EngineConfig(max_batch=1, max_len=most, pool_tokens=most)
     return LLM(model, CompressionConfig(rate=4), config)
 

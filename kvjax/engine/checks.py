@@ -88,7 +88,8 @@ def check_method(llm: "LLM", request: Request) -> None:
         check_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
         drafts = getattr(method.scorer, "drafts", 0)
         if drafts and llm.draft is not None:
-            llm.draft.check(request.length, drafts)
+            # Its prompt may be prefilled again with all that it has generated.
+            llm.draft.check(request.length + request.remaining, drafts)
     window = None if method.probed else getattr(method.scorer, "window", None)
     in_parts = request.length + request.remaining > llm.config.prefill_chunk
     if window is not None and in_parts and llm.config.prefill_chunk < 2 * window:

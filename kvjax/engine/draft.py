@@ -35,6 +35,9 @@ class Draft:
             raise UserError("draft: models draft in a single process; let the model draft itself")
         check_same(llm.model.tokenizer, tokenizer)
         self.llm = llm
+        if llm.compression.rate is not None:
+            # Nobody asked for the cache of a draft: what is told is told of the model's.
+            llm.warned.add(llm.compression.rate)
 
     def check(self, length: int, most: int) -> None:
         """Raise `UserError` where it cannot draft so many tokens behind so many."""

@@ -149,7 +149,8 @@ class LLM:
             self.engine.agreement = Agreement(self, together)
             self.worker.compiled.meet = together.meet
         self._order = itertools.count()
-        self._warned: set[float] = set()
+        self.warned: set[float] = set()
+        """Rates whose shortfall has been told of."""
 
     @property
     def dead(self) -> str | None:
@@ -282,7 +283,7 @@ class LLM:
             if self.engine.agreement is not None:
                 plain_compression(self, compression)
             # Where warnings are errors, nothing is queued.
-            tell_rate(request, self._warned)
+            tell_rate(request, self.warned)
             self.engine.add(request)
         except UserError as error:
             self.metrics.refused.inc()

@@ -73,6 +73,7 @@ class Probing:
             artefacts = self.artefacts if scorer.artefacts else {}
             tokens = np.zeros(bucket(len(one), 128), np.int32)
             if one.drafted and self.draft is not None:
+                self.draft.check(len(prompt), one.drafted)
                 start = time.perf_counter()
                 one = one.saying(self.draft(prompt, one.drafted))
                 total += time.perf_counter() - start

@@ -147,7 +147,7 @@ def test_a_draft_that_cannot_draft_is_refused(tiny, smaller):
     sizes = EngineConfig(max_batch=1, max_len=LENGTH + 20, block_size=B, pool_tokens=512)
     drafts = LLM(smaller.model, CompressionConfig("full"), sizes)
     llm = engine(tiny.model, "speckv", drafts)
-    with pytest.raises(UserError, match=r"^draft: the prompt has 100 tokens [^\n]*$"):
+    with pytest.raises(UserError, match=r"^draft: the prompt has 108 tokens [^\n]*$"):
         llm.add_request(PROMPT, greedy(8))
     # Whose method looks not ahead needs none.
     llm.abort(llm.add_request(PROMPT, greedy(8), CompressionConfig("kvzip", max_cache_tokens=CAP)))

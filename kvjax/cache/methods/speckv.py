@@ -26,7 +26,8 @@ from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.probe import AtHand, Probe, Probed
 from kvjax.cache.policy.score import Artefacts, LayerView, Scores
 
-MOST_DRAFTED = 2**12
+MOST_DRAFTED = 2**9
+"""Tokens at most that may be drafted; the longest answers of LongBench have as many."""
 
 
 @dataclasses.dataclass(frozen=True)
