@@ -46,6 +46,10 @@ class Lookahead(Probed):
         check_attention(self)
         check_wholes(self, 0, MOST_DRAFTED, "drafted")
 
+    def with_window(self, window: int) -> "Lookahead":
+        """The same with another observation window."""
+        return dataclasses.replace(self, window=window)
+
     @property
     def drafts(self) -> int:
         return self.drafted
