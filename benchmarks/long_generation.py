@@ -250,8 +250,8 @@ def check_methods(names: list[str]) -> None:
 
     for name in names:
         method = get_method(name)
-        if method.repeats or not method.compresses:
-            why = "repeats its prompt" if method.repeats else "evicts nothing"
+        if method.probed or not method.compresses:
+            why = "runs more behind its prompt" if method.probed else "evicts nothing"
             raise UserError(f"method {name} {why}: give one that compresses generated tokens")
 
 

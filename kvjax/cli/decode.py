@@ -35,10 +35,12 @@ from kvjax.cli.models import (
     add_cache_dtype_option,
     add_calibration_option,
     add_devices_option,
+    add_draft_option,
     add_model_options,
     check_cache_dtypes,
     check_model_options,
     chosen_calibration,
+    chosen_draft,
     load_chosen_model,
     usual_method,
 )
@@ -85,6 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="compression method (one that needs no question for a model with a calibration)",
     )
     add_calibration_option(cache)
+    add_draft_option(cache)
     add_cache_dtype_option(cache)
     cache.add_argument("--window", type=int, help="observation window, in queries")
     cache.add_argument("--protected", type=int, help="newest tokens that are never evicted")
@@ -407,7 +410,14 @@ def make_engine(
         )
         config = dataclasses.replace(config, pool_tokens=tokens)
     calibration = chosen_calibration(options, model, [as_method(compression.method)], progress)
-    llm = LLM(model, compression, config, cache_dtype=options.cache_dtype, calibration=calibration)
+    llm = LLM(
+        model,
+        compression,
+        config,
+        cache_dtype=options.cache_dtype,
+        calibration=calibration,
+        draft=chosen_draft(options, prompt_tokens + sampling.max_tokens, progress),
+    )
     return llm, sampling
 
 
@@ -470,8 +480,8 @@ def run(options: argparse.Namespace) -> int:
     found = llm.metrics.as_dict()
     for phase in ("compile", "prefill", "compress", "decode"):
         seconds[phase] = found[f'kvjax_seconds_total{{phase="{phase}"}}']
-    if llm.compression.resolved.repeats:
-        seconds["repeat"] = found['kvjax_seconds_total{phase="repeat"}']
+    if llm.compression.resolved.probed:
+        seconds["probe"] = found['kvjax_seconds_total{phase="probe"}']
     if output.stats.kept is None:
         raise UserError(
             f"the pool of {llm.plan.num_blocks} blocks is too small for what the prompt keeps: "

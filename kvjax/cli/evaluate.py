@@ -36,10 +36,12 @@ from typing import TYPE_CHECKING, Any
 from kvjax.cli.models import (
     add_calibration_option,
     add_devices_option,
+    add_draft_option,
     add_model_options,
     check_cache_dtypes,
     check_model_options,
     chosen_calibration,
+    chosen_draft,
     load_chosen_model,
     usual_method,
 )
@@ -95,6 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "decides)",
     )
     add_calibration_option(what)
+    add_draft_option(what)
     what.add_argument("--rates", help=f"compression rates ({USUAL['rates']})")
     what.add_argument(
         "--kv-dtype",
@@ -210,6 +213,8 @@ def evaluate(
     from kvjax.cache import get_method
     from kvjax.cache.config import CALIBRATED
     from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.engine.draft import Draft
+    from kvjax.engine.key_similarity import measured
     from kvjax.eval import papers
     from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.results import ResultsFile
@@ -231,6 +236,7 @@ def evaluate(
     named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
     calibration = chosen_calibration(options, model, named, progress)
     artefacts = {} if calibration is None else calibration.on_device()
+    artefacts |= measured(model, named, artefacts)
     evaluator = Evaluator(model, config, artefacts)
     skipped = Skipped()
     progress("prompts")
@@ -240,10 +246,13 @@ def evaluate(
     if config.answers or config.free_tokens:
         for metric in {row.metric for row, _ in rows}:
             check_library(metric)
+    longest = max((len(t.prompt) + len(t.target) for _, t in rows), default=1)
+    engine = chosen_draft(options, longest, progress)
+    draft = None if engine is None else Draft(engine, model.tokenizer)
     if options.batch is None:
-        longest = max(len(t.prompt) + len(t.target) for _, t in rows)
         config = dataclasses.replace(config, num_slots=slots_for(model, longest))
-        evaluator = Evaluator(model, config, artefacts)
+    if options.batch is None or draft is not None:
+        evaluator = Evaluator(model, config, artefacts, draft)
     progress.clear()
     for reason in skipped.reasons:
         print(f"skipped {reason}", file=sys.stderr)
@@ -259,6 +268,8 @@ def evaluate(
         "max_new_tokens": config.max_new_tokens,
         "context_length": evaluator.limit,
     }
+    if options.draft is not None:
+        settings["draft"] = options.draft
     if calibration is not None:
         settings["calibration"] = calibration.recipe.get("data", "")
     limit = f"{evaluator.limit} tokens"

@@ -12,6 +12,7 @@ from kvjax.cli.progress import Progress, TimeLeft
 if TYPE_CHECKING:
     from kvjax.cache import Method
     from kvjax.cache.calibration import Calibration
+    from kvjax.engine import LLM
     from kvjax.models import LoadedModel
 
 CALIBRATES_ITSELF = (10**7, 10**9)
@@ -131,6 +132,46 @@ def add_calibration_option(parser: argparse.ArgumentParser | argparse._ArgumentG
         help="of `kvjax calibrate`, for methods that read one; auto: this package's, or made once "
         "per model; none (%(default)s)",
     )
+
+
+def add_draft_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that `chosen_draft` reads."""
+    parser.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help="name or weights of a smaller model with the same tokenizer, which drafts for methods "
+        "that look ahead: speckv (the model drafts for itself)",
+    )
+
+
+def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) -> "LLM | None":
+    """The engine of the option `--draft`, for one prompt of so many tokens at a time, its cache
+    compressed 4× by the usual method of its model.
+
+    Raises:
+        UserError: there is no such model, or it is damaged.
+    """
+    if options.draft is None:
+        return None
+    import jax
+
+    from kvjax.cache import CompressionConfig
+    from kvjax.cache.methods.speckv import MOST_DRAFTED
+    from kvjax.engine import LLM, EngineConfig
+    from kvjax.models import load_model
+    from kvjax.models.config import MODELS
+
+    named = options.draft.lower() in MODELS
+    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    model = load_model(
+        options.draft if named else None,
+        weights=None if named else options.draft,
+        dtype=dtype,
+        progress=progress,
+    )
+    most = min(model.config.max_position_embeddings, longest + MOST_DRAFTED)
+    config = EngineConfig(max_batch=1, max_len=most, pool_tokens=most)
+    return LLM(model, CompressionConfig(rate=4), config)
 
 
 def chosen_calibration(

@@ -63,6 +63,7 @@ class AsyncLLM:
         *,
         cache_dtype: Codec | jax.typing.DTypeLike | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = "auto",
+        draft: LLM | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Load the model and plan the memory, which takes as long as it takes.
@@ -75,6 +76,7 @@ class AsyncLLM:
             config,
             cache_dtype=cache_dtype,
             calibration=calibration,
+            draft=draft,
             clock=clock,
         )
         """The engine; the thread steps it."""

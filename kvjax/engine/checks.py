@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
+from kvjax.cache.policy.method import OF_THE_MODEL
 from kvjax.checks import shown
 from kvjax.engine.parallel import check_method as check_on_devices
 from kvjax.engine.prefixes import settings_of
+from kvjax.engine.probe import check_fits
 from kvjax.engine.prompts import Prompt, token_ids
-from kvjax.engine.repeat import check_fits, request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError
@@ -73,16 +74,23 @@ def check_method(llm: "LLM", request: Request) -> None:
             f"for it: give EngineConfig(methods=({method.name!r},))"
         )
     missing = [name for name in method.artefacts if name not in llm.worker.artefacts]
+    if missing and missing[0] in OF_THE_MODEL:
+        raise UserError(
+            f"method {method.name} reads {missing[0]}, which was not measured when the engine "
+            f"began: give EngineConfig(methods=({method.name!r},))"
+        )
     if missing:
         raise UserError(
             f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "
             "that has it"
         )
-    if method.repeats:
+    if method.probed:
         check_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
-        asked = llm.worker.repeat_request
-        llm.worker.repeat_request = asked or request_tokens(llm.model.tokenizer)
-    window = getattr(method.scorer, "window", None)
+        drafts = getattr(method.scorer, "drafts", 0)
+        if drafts and llm.draft is not None:
+            # Its prompt may be prefilled again with all that it has generated.
+            llm.draft.check(request.length + request.remaining, drafts)
+    window = None if method.probed else getattr(method.scorer, "window", None)
     in_parts = request.length + request.remaining > llm.config.prefill_chunk
     if window is not None and in_parts and llm.config.prefill_chunk < 2 * window:
         raise UserError(

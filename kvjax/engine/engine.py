@@ -290,11 +290,11 @@ class Engine:
         if isinstance(decision, Retain):
             self._retain(job)
             return
-        phase = "repeat" if job.repeating else "prefill"
+        phase = "probe" if job.probing else "prefill"
         with self._phase(phase):
             self.worker.advance(job)
-        if phase == "repeat":
-            self.metrics.repeated(decision.size)
+        if phase == "probe":
+            self.metrics.probed(decision.size)
         if job.in_pool and self._settle_chunk(job, decision.size) and decision.compress:
             self._compress([request], job.budget if job.retains else None, job.queries)
 
@@ -346,8 +346,8 @@ class Engine:
         wait = jax.block_until_ready if self._on_cpu else lambda x: x
         with self._phase("prefill"):
             wait(job.logits)
-        if request.method.repeats and job.prompt is not None:
-            with self._phase("repeat"):
+        if request.method.probed and job.prompt is not None:
+            with self._phase("probe"):
                 wait(job.prompt.scores)
         with self._phase("compress"):
             report = wait(self.worker.insert(job, request.slot, num_top([request])))
@@ -460,9 +460,9 @@ class Engine:
         """
         with self._phase("prefill"):
             jax.block_until_ready([job.logits for job, _ in starts])
-        if repeated := [job.prompt for job, _ in starts if job.request.method.repeats]:
-            with self._phase("repeat"):
-                jax.block_until_ready(repeated)
+        if probed := [job.prompt for job, _ in starts if job.request.method.probed]:
+            with self._phase("probe"):
+                jax.block_until_ready(probed)
         with self._phase("compress"):
             reports = self.worker.on_host([started for _, started in starts])
         now, refused = self.clock(), []

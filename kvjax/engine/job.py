@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from kvjax.cache.policy.probe import Probe
 from kvjax.engine import prefill
 from kvjax.engine.request import Request
 
@@ -35,13 +36,13 @@ class PromptJob:
     """Blocks that it would have taken whole and did not."""
     shortfall: jax.Array | int = 0
     """Blocks over its budget that could not be evicted."""
-    repetitions: list[np.ndarray] = dataclasses.field(default_factory=list)
-    """What is still to run behind the prompt, for a method that has it repeated."""
+    probes: list[Probe] = dataclasses.field(default_factory=list)
+    """What is still to run behind the prompt, for a method that scores it so."""
 
     @property
-    def repeating(self) -> bool:
-        """Whether all chunks have run and the prompt is being repeated."""
-        return self.done == len(self.tokens) and bool(self.repetitions)
+    def probing(self) -> bool:
+        """Whether all chunks have run and a probe is next."""
+        return self.done == len(self.tokens) and bool(self.probes)
 
     @property
     def budget(self) -> int | None:
@@ -50,9 +51,9 @@ class PromptJob:
 
     @property
     def next_chunk(self) -> int:
-        """Tokens of the next chunk, or of the next repetition; 0 once all have run."""
-        if self.repeating:
-            return len(self.repetitions[0])
+        """Tokens of the next chunk, or of the next probe; 0 once all have run."""
+        if self.probing:
+            return len(self.probes[0])
         sums = np.cumsum([self.start, *self.chunks])
         at = int(np.searchsorted(sums, self.done))
         return self.chunks[at] if at < len(self.chunks) else 0

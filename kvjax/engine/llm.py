@@ -22,13 +22,15 @@ from kvjax.engine.calibrate.shelf import find as find_calibration
 from kvjax.engine.calibrate.shelf import load as load_calibration
 from kvjax.engine.checks import checked_request
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.draft import Draft
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
+from kvjax.engine.key_similarity import measured
 from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.parallel import Parallel, check_there
+from kvjax.engine.probe import Bench, behind
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
-from kvjax.engine.repeat import request_tokens
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.split import split_of
@@ -58,6 +60,7 @@ class LLM:
         *,
         cache_dtype: Codec | jax.typing.DTypeLike | None = None,
         calibration: Calibration | str | os.PathLike[str] | None = "auto",
+        draft: "LLM | None" = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Plan the memory and make an empty cache.
@@ -71,11 +74,15 @@ class LLM:
             calibration: arrays for methods that read them, or the file that holds them. "auto" uses
                 that of this package or of the user's cache, and makes it, once per model, if there
                 is none and a method that was named reads one; "none" never does.
+            draft: an engine, of a smaller model with the same tokenizer, that drafts for methods
+                that look ahead (`speckv`); by default the model drafts for itself. Nobody else may
+                use it.
             clock: seconds, for statistics.
 
         Raises:
             UserError: what is asked for does not fit the device's memory, with the numbers; no
-                codec stores that dtype; the calibration is no such file, or of another model.
+                codec stores that dtype; the calibration is no such file, or of another model; the
+                draft has another tokenizer.
         """
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
@@ -97,7 +104,8 @@ class LLM:
         self._usual = self.compression.method if own.compresses else UNCALIBRATED
         methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
-        again = request_tokens(self.model.tokenizer) if any(m.repeats for m in methods) else ()
+        bench = Bench(self.model, self.config.prefill_chunk)
+        self.draft = None if draft is None else Draft(draft, self.model.tokenizer)
         load = None if found is None else found.arrays.get(HEAD_LOAD)
         split, params = self.model.split, self.model.params
         dealing = None if split is None else split.dealing
@@ -113,10 +121,11 @@ class LLM:
             self.max_len,
             cache_dtype,
             tuple(planes),
-            len(again),
+            behind(bench, methods),
             None if parallel is None else parallel.dealing,
             *(() if together is None else (together.least,)),
         )
+        artefacts = {} if found is None else {n: jnp.asarray(x) for n, x in found.arrays.items()}
         self.worker = Worker(
             self.model.config,
             params,
@@ -125,8 +134,10 @@ class LLM:
             num_blocks=self.plan.num_blocks,
             max_len=self.max_len,
             eos_ids=sorted(self.model.tokenizer.eos_ids),
-            artefacts={n: jnp.asarray(x) for n, x in found.arrays.items()} if found else None,
+            artefacts=artefacts | measured(self.model, methods, artefacts),
             parallel=parallel,
+            bench=bench,
+            draft=self.draft,
         )
         self.compression = self.compression.in_tokens(self.plan.spec)
         tell_of_codes(self.worker.cache, self.model.config.group_size)
@@ -138,7 +149,8 @@ class LLM:
             self.engine.agreement = Agreement(self, together)
             self.worker.compiled.meet = together.meet
         self._order = itertools.count()
-        self._warned: set[float] = set()
+        self.warned: set[float] = set()
+        """Rates whose shortfall has been told of."""
 
     @property
     def dead(self) -> str | None:
@@ -271,7 +283,7 @@ class LLM:
             if self.engine.agreement is not None:
                 plain_compression(self, compression)
             # Where warnings are errors, nothing is queued.
-            tell_rate(request, self._warned)
+            tell_rate(request, self.warned)
             self.engine.add(request)
         except UserError as error:
             self.metrics.refused.inc()

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 from kvjax.cache import CacheSpec, Codec, CompressionConfig, Plane, as_codec, budget_blocks
-from kvjax.cache.methods.kvzip import AT_ONCE
+from kvjax.cache.policy.probe import AT_ONCE
 from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import init_slots
+from kvjax.engine.probe import NOTHING, Behind
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
@@ -72,7 +73,7 @@ def plan_memory(
     max_len: int,
     cache_dtype: Codec | jax.typing.DTypeLike | None = None,
     planes: Sequence[Plane] = (),
-    asked_again: int = 0,
+    behind: Behind = NOTHING,
     dealing: Dealing | None = None,
     least: Callable[[int], int] = lambda limit: limit,
 ) -> MemoryPlan:
@@ -85,8 +86,7 @@ def plan_memory(
         cache_dtype: what keys and values are stored in, or the codec that stores them; by default
             the dtype of the activations.
         planes: further numbers per KV that the pool has room for.
-        asked_again: tokens of the request to repeat a prompt, where a method has it repeated: they
-            run before a chunk of it, behind the whole prompt.
+        behind: what methods run behind a prompt.
         dealing: how the model's heads are dealt to several devices, if they are.
         least: bytes that every process may take of a device, from those that this one may.
 
@@ -98,7 +98,7 @@ def plan_memory(
     weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
     limit = least(_limit(config, weights, devices))
     return plan_sizes(
-        model.config, model.params, config, max_len, cache_dtype, planes, asked_again, dealing,
+        model.config, model.params, config, max_len, cache_dtype, planes, behind, dealing,
         limit=limit,
     )  # fmt: skip
 
@@ -110,7 +110,7 @@ def plan_sizes(
     max_len: int,
     cache_dtype: Codec | jax.typing.DTypeLike | None = None,
     planes: Sequence[Plane] = (),
-    asked_again: int = 0,
+    behind: Behind = NOTHING,
     dealing: Dealing | None = None,
     *,
     limit: int,
@@ -133,7 +133,7 @@ def plan_sizes(
         spec, devices = dataclasses.replace(whole, num_kv_heads=dealing.places), dealing.devices
         heads, mlp = int(dealing.heads_of_shards.max()), -(-mlp // devices)
     scratch_tokens = min(config.prefill_scratch, max_len)
-    chunk = min(config.prefill_chunk, max_len) + asked_again
+    chunk = min(config.prefill_chunk, max_len) + behind.tokens
     scratch = spec.scratch_bytes(scratch_tokens + chunk)
     width = spec.blocks_per_head(max_len)
     states = jax.eval_shape(lambda: init_slots(rows))
@@ -150,9 +150,11 @@ def plan_sizes(
         + spec.attention_bytes(scratch_tokens)
         + tables
     )
-    if asked_again:
-        # What some of a repetition's queries pay every key of the prompt.
+    if behind.tokens:
+        # What some of a probe's queries pay every key of the prompt.
         workspace += AT_ONCE * spec.num_kv_heads * shape.group_size * scratch_tokens * 4
+    if behind.drafted:
+        workspace += spec.scratch_bytes(scratch_tokens + behind.drafted)
     fixed = weights + scratch + tables + workspace
     if config.pool_tokens is not None:
         blocks = heads * spec.blocks_per_head(config.pool_tokens)

@@ -12,7 +12,7 @@ from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.worker import Worker
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-PHASES = ("prefill", "repeat", "compress", "decode", "compile", "host")
+PHASES = ("prefill", "probe", "compress", "decode", "compile", "host")
 """What the seconds of an engine's rounds went to; host is what the others leave."""
 
 
@@ -37,7 +37,7 @@ class EngineMetrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens prefilled, again included")
         self._continued = counter("prefix_hits", "Prompts that went on from a shared prefix")
         self._cached_tokens = counter("prefix_tokens", "Prompt tokens that shared prefixes held")
-        self._repeated_tokens = counter("repeated_tokens", "Tokens run to repeat prompts")
+        self._probe_tokens = counter("probe_tokens", "Tokens run behind prompts to score them")
         self._output_tokens = counter("output_tokens", "Tokens generated")
         self._evicted = counter("evicted_blocks", "Blocks evicted, or never written")
         self._compressions = counter("compressions", "Compressions of running sequences")
@@ -123,9 +123,9 @@ class EngineMetrics:
         self._continued.inc()
         self._cached_tokens.inc(num_tokens)
 
-    def repeated(self, num_tokens: int) -> None:
+    def probed(self, num_tokens: int) -> None:
         """So many tokens were run behind a prompt to see what they read of it."""
-        self._repeated_tokens.inc(num_tokens)
+        self._probe_tokens.inc(num_tokens)
 
     def evicted(self, blocks: int) -> None:
         """A prompt was written with so many blocks fewer than it had whole."""

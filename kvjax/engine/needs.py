@@ -119,8 +119,11 @@ def _in_scratch(worker: Worker, request: Request, job: PromptJob) -> Iterator[Ne
         return Need(call(stand_in).key, lambda: of_shapes(call(_after(worker, job)[0])))
 
     yield Need(worker.chunk_call(job).key, lambda: of_shapes(_chunk(worker, job)))
-    if job.repetitions:
-        yield need(lambda prompt: worker.repeat_call(job, prompt))
+    if job.probes:
+        if job.probes[0].drafted and worker.draft is None:
+            yield need(lambda prompt: worker.draft_call(job, prompt))
+        key = worker.probe_call(job, stand_in).key
+        yield Need(key, lambda: of_shapes(worker.probe_calls(job, _after(worker, job)[0])[-1]))
     yield need(lambda prompt: worker.place_call(request, prompt, worker.config.num_rows, None))
 
 
@@ -163,6 +166,9 @@ def without_state(worker: Worker) -> Worker:
     and the slot states, which come and go with each step."""
     worker = copy.copy(worker)
     worker.cache, worker.state = jax.tree.map(_shape, (worker.cache, worker.state))
+    if worker.bench is not None:
+        worker.bench = copy.copy(worker.bench)
+        worker.bench.idle = True
     return worker
 
 

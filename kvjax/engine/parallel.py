@@ -26,7 +26,7 @@ from kvjax.engine.compilation import StepName
 from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport
 from kvjax.engine.prefill import PromptKV, empty_prompt
-from kvjax.engine.repeat import repeat_artefacts
+from kvjax.engine.probe import probe_artefacts
 from kvjax.engine.steps import FUNCTIONS, StepFunction
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
@@ -222,10 +222,10 @@ class Parallel:
             [(path, leaf.replace(spec_of(axes[path], AXES))) for path, leaf in flat]
         )
 
-    def repeat_artefacts(self, params: nnx.State) -> dict[str, jax.Array]:
-        """`kvjax.engine.repeat.repeat_artefacts`, by head."""
+    def probe_artefacts(self, params: nnx.State) -> dict[str, jax.Array]:
+        """`kvjax.engine.probe.probe_artefacts`, by head."""
         specs = (self._params_spec(params),)
-        made = self.mapped(functools.partial(repeat_artefacts, self.local), specs, _BY_HEAD)
+        made = self.mapped(functools.partial(probe_artefacts, self.local), specs, _BY_HEAD)
         return jax.jit(made, out_shardings=self.lying(_BY_HEAD))(params)
 
     def _step(self, name: StepName, function: StepFunction, params: Any) -> Callable[..., Any]:
@@ -305,7 +305,8 @@ class Parallel:
             "prefill": (_as_is, (_PROMPT, SAME)),
             "prefill in scratch": (_as_is, (_PROMPT, SAME)),
             "prefill in pool": (_as_is, (cache, SAME, SAME, _BY_HEAD)),
-            "repeat": (_as_is, _BY_HEAD),
+            "draft": (_as_is, SAME),
+            "probe": (_as_is, _BY_HEAD),
             "start": (lambda out: (out[0], _started(out[1])), (SAME, started)),
             "place": (_placed, (cache, SAME, SAME, SAME)),
             "decode": (lambda out: (*out[:2], _decoded(out[2])), (cache, SAME, SAME)),
@@ -390,9 +391,12 @@ def check_replicas(devices: int, replicas: int, model: ModelConfig | None = None
 def check_method(method: Method, devices: int) -> None:
     """Raise `UserError` where a method cannot run on several devices."""
     if devices > 1 and method.across_heads:
+        why = "its scores join heads that lie on several devices"
+        if method.probed:
+            why = "it embeds prompts on a single device"
         raise UserError(
-            f"method {method.name} with tensor_parallel {devices}: its scores join heads that lie "
-            "on several devices; give another method, or one device"
+            f"method {method.name} with tensor_parallel {devices}: {why}; give another method, or "
+            "one device"
         )
 
 

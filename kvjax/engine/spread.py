@@ -17,7 +17,7 @@ from kvjax.cache.policy import Method
 from kvjax.cache.store import HeadShard
 from kvjax.engine.dense import DensePass
 from kvjax.engine.parallel import AXIS, SAME, Parallel, check_method
-from kvjax.engine.repeat import repeat_artefacts
+from kvjax.engine.probe import probe_artefacts
 from kvjax.models import LoadedModel
 
 
@@ -96,11 +96,11 @@ class Spread:
         """Calibrated arrays, those by head dealt as the heads are."""
         return dict(arrays) if self.parallel is None else self.parallel.artefacts(arrays)
 
-    def repeat_artefacts(self) -> dict[str, jax.Array]:
-        """`kvjax.engine.repeat.repeat_artefacts`, by head."""
+    def probe_artefacts(self) -> dict[str, jax.Array]:
+        """`kvjax.engine.probe.probe_artefacts`, by head."""
         if self.parallel is None:
-            return repeat_artefacts(self.config, self.params)
-        return self.parallel.repeat_artefacts(self.params)
+            return probe_artefacts(self.config, self.params)
+        return self.parallel.probe_artefacts(self.params)
 
     def new_cache(self, num_blocks: int, **sizes: Any) -> PagedCache:
         """An empty cache of so many blocks on each device; further sizes as of `init_cache`."""

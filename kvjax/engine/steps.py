@@ -8,7 +8,7 @@ from jaxtyping import Array, Int32
 
 from kvjax.cache import share
 from kvjax.cache.store import restored
-from kvjax.engine import decode, insert, prefill, reclaim, repeat
+from kvjax.engine import decode, insert, prefill, probe, reclaim
 from kvjax.engine.compilation import Step, StepName
 
 
@@ -43,7 +43,8 @@ FUNCTIONS: Mapping[StepName, StepFunction] = {
     "prefill": StepFunction(prefill.prefill, 2),
     "prefill in scratch": StepFunction(prefill.prefill_in_scratch, 2, (4,)),
     "prefill in pool": StepFunction(prefill.prefill_in_pool, 2, (4,)),
-    "repeat": StepFunction(repeat.repeat_again, 2),
+    "draft": StepFunction(probe.draft, 2),
+    "probe": StepFunction(probe.probe_again, 2),
     "start": StepFunction(insert.start, 1, (2,)),
     "place": StepFunction(insert.place, 0, (2,)),
     "share": StepFunction(share, 0, (0,)),

@@ -18,7 +18,8 @@ from flax import nnx
 from kvjax.cache import CacheSpec, PagedCache, init_cache
 from kvjax.cache.policy import DecodeRule, Method, Observer
 from kvjax.cache.policy.merge import PROMPT_QUERY
-from kvjax.engine import decode, prefill, repeat
+from kvjax.cache.policy.probe import Probe, Probed
+from kvjax.engine import decode, prefill
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import DecodeReport
@@ -26,6 +27,7 @@ from kvjax.engine.insert import InsertReport, Start
 from kvjax.engine.interrupts import released
 from kvjax.engine.job import PromptJob
 from kvjax.engine.parallel import Parallel
+from kvjax.engine.probe import Bench, probe_artefacts
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
 from kvjax.engine.steps import ON_ONE_DEVICE
@@ -53,15 +55,19 @@ class Worker:
         eos_ids: Sequence[int] = (),
         artefacts: Mapping[str, jax.Array] | None = None,
         parallel: Parallel | None = None,
+        bench: Bench | None = None,
+        draft: Callable[[np.ndarray, int], Sequence[int]] | None = None,
     ):
         self.model, self.params, self.config, self.parallel = model, params, config, parallel
         self._steps = ON_ONE_DEVICE if parallel is None else parallel.steps(params)
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
         self.artefacts = {**(artefacts or {}), **rope_artefacts(model)}
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
-        self.repeat_request: Sequence[int] = ()
-        """Tokens that ask the model to repeat a prompt, for methods that have it repeated."""
-        self._repeat_artefacts: dict[str, jax.Array] = {}
+        self.bench = bench
+        """What probes are made of, for methods that run any behind a prompt."""
+        self.draft = draft
+        """Says what may come behind some tokens, so many at most; without one the model itself."""
+        self._probe_artefacts: dict[str, jax.Array] = {}
         self.planes = tuple(plane.name for plane in spec.planes)
         self.compiled = CompiledSteps()
         num_heads, new, self.shard_heads = spec.num_kv_heads, init_cache, [spec.heads]
@@ -191,9 +197,10 @@ class Worker:
         # As even as can be, so that the last chunk fills an observation window.
         chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
         job = PromptJob(request, tokens, chunks, in_pool, retains=plan is not None)
-        if request.method.repeats:
-            size = min(repeat.CHUNK, self.config.prefill_chunk)
-            job.repetitions = repeat.repetitions(self.repeat_request, tokens, size)
+        scorer = request.method.scorer
+        if isinstance(scorer, Probed):
+            assert self.bench is not None
+            job.probes = scorer.probes(tokens, self.bench)
         return job
 
     def go_on(
@@ -228,16 +235,9 @@ class Worker:
         return -(-max(sizes) // grain) * grain
 
     def advance(self, job: PromptJob) -> None:
-        """Run the next chunk of a job, or the next repetition."""
-        if job.repeating:
-            assert job.prompt is not None
-            call = self.repeat_call(job, job.prompt)
-            # Nothing of the prompt is lost with it.
-            with released():
-                metric = self.compiled.run(call)
-            scores = dataclasses.replace(job.prompt.scores, metric=metric)
-            job.prompt = dataclasses.replace(job.prompt, scores=scores)
-            del job.repetitions[0]
+        """Run the next chunk of a job, or the next probe."""
+        if job.probing:
+            self._probe(job)
             return
         if not job.in_pool and len(job.chunks) > 1 and job.prompt is None:
             job.prompt = self.scratch_maker(job)()
@@ -282,21 +282,63 @@ class Worker:
         last = np.bool_(job.done + size == sum(job.chunks))
         return self._call(key, (*common, job.prompt, tokens, length, last))
 
-    def repeat_call(self, job: PromptJob, prompt: Any) -> StepCall:
-        scorer = repeat.scorer_behind(job.request.method.scorer, self.repeat_request)
-        if scorer.artefacts and not self._repeat_artefacts:
-            if self.parallel is None:
-                found = repeat.repeat_artefacts(self.model, self.params)
-            else:
-                found = self.parallel.repeat_artefacts(self.params)
-            self._repeat_artefacts.update(found)
-        artefacts = self._repeat_artefacts if scorer.artefacts else {}
-        part, bucket = job.repetitions[0], self.bucket(map(len, job.repetitions))
-        tokens = np.zeros(bucket, np.int32)
-        tokens[: len(part)] = part
-        key = StepKey("repeat", scorer, (bucket, prompt.k.shape[1]))
-        args = (self.model, scorer, self.params, artefacts, prompt, tokens, np.int32(len(part)))
+    def _probe(self, job: PromptJob) -> None:
+        """Run the next probe of a job, with what a draft says behind it."""
+        probe, prompt, said = job.probes[0], job.prompt, None
+        assert prompt is not None
+        # Nothing of the prompt is lost with it.
+        with released():
+            if probe.drafted and self.draft is None:
+                said = self.compiled.run(self.draft_call(job, prompt))
+            elif probe.drafted and self.draft is not None:
+                probe = probe.saying(self.draft(job.tokens, probe.drafted))
+                said = self._padded_probe(job, probe)
+            metric = self.compiled.run(self.probe_call(job, prompt, said))
+        scores = dataclasses.replace(prompt.scores, metric=metric)
+        job.prompt = dataclasses.replace(prompt, scores=scores)
+        del job.probes[0]
+
+    def _padded_probe(self, job: PromptJob, probe: Probe) -> tuple[np.ndarray, np.int32]:
+        """A probe's tokens, padded to the longest of a job's probes, and how many they are."""
+        tokens = np.zeros(self.bucket(map(len, job.probes)), np.int32)
+        tokens[: len(probe.tokens)] = probe.tokens
+        return tokens, np.int32(len(probe.tokens))
+
+    def draft_call(self, job: PromptJob, prompt: Any) -> StepCall:
+        """What the model itself says behind a job's prompt, as its next probe wants it."""
+        probe = job.probes[0]
+        tokens, length = self._padded_probe(job, probe)
+        key = StepKey("draft", sizes=(probe.drafted, len(tokens), prompt.k.shape[1]))
+        args = (self.model, probe.drafted, self.params, prompt, tokens, length, self.eos_ids)
         return self._call(key, args)
+
+    def probe_call(self, job: PromptJob, prompt: Any, said: Any = None) -> StepCall:
+        """A job's next probe; `said` are its tokens and their number, where a draft has said
+        some."""
+        probe, scorer = job.probes[0], job.request.method.scorer
+        assert isinstance(scorer, Probed)
+        scorer = scorer.behind(probe)
+        if scorer.artefacts and not self._probe_artefacts:
+            if self.parallel is None:
+                found = probe_artefacts(self.model, self.params)
+            else:
+                found = self.parallel.probe_artefacts(self.params)
+            self._probe_artefacts.update(found)
+        artefacts = self._probe_artefacts if scorer.artefacts else {}
+        tokens, length = self._padded_probe(job, probe) if said is None else said
+        key = StepKey("probe", scorer, (len(tokens), prompt.k.shape[1]))
+        args = (self.model, scorer, self.params, artefacts, prompt, tokens, length)
+        return self._call(key, (*args, np.int32(probe.overlap)))
+
+    def probe_calls(self, job: PromptJob, prompt: Any) -> list[StepCall]:
+        """Those of a job's next probe, of shapes."""
+        if not job.probes:
+            return []
+        if not job.probes[0].drafted or self.draft is not None:
+            return [self.probe_call(job, prompt)]
+        draft = self.draft_call(job, prompt)
+        said = draft.step.eval_shape(*draft.args)  # type: ignore[attr-defined]
+        return [draft, self.probe_call(job, prompt, said)]
 
     def _compile_ahead(self, job: PromptJob, chunk: StepCall) -> None:
         """Compile what comes after a chunk that is new together with it."""
@@ -305,7 +347,7 @@ class Worker:
             return
         request, top = job.request, num_top([job.request])
         prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
-        further = [self.repeat_call(job, prompt)] if job.repetitions else []
+        further = self.probe_calls(job, prompt)
         if not job.retains:
             further.append(self.place_call(request, prompt, 0, request.budget))
             further.append(self.start_call(request, 0, logits, self.fits, top))

@@ -19,13 +19,14 @@ import numpy as np
 from kvjax.cache import CacheSpec, Method, get_method, release
 from kvjax.cache.policy import Observer, Scores
 from kvjax.engine.dense import dense_pass
+from kvjax.engine.draft import Draft
 from kvjax.engine.parallel import SAME
 from kvjax.engine.spread import DENSE, Spread, by_heads
 from kvjax.errors import UserError
 from kvjax.eval import passes, told
 from kvjax.eval.cuts import Cut
+from kvjax.eval.probing import Probing
 from kvjax.eval.prompt_rows import PromptRows
-from kvjax.eval.repetition import Repetition
 from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import needs_answer
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, cache_spec
@@ -41,6 +42,7 @@ class Evaluator:
         model: LoadedModel,
         config: EvaluatorConfig,
         artefacts: Mapping[str, jax.Array] | None = None,
+        draft: Draft | None = None,
     ):
         self.model, self.config = model, config
         self.spread = Spread(model)
@@ -50,7 +52,7 @@ class Evaluator:
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
         self.of_weights = functools.cache(lambda codec: codec.from_weights(model))
         self.spec = cache_spec(model, config.block_size)
-        self.repetition = Repetition(model, self.spread)
+        self.probing = Probing(model, self.spread, draft)
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
@@ -237,10 +239,10 @@ class RowRun:
 
     def metric(self, method: Method, cut: int) -> tuple[Any, float]:
         """The scores of the prompt's KVs and the seconds it took, once per observer."""
-        if method.repeats:
+        if method.probed:
             if method.scorer not in self.metrics:
                 evaluator, prompt = self.evaluator, self.prompt[:cut]
-                self.metrics[method.scorer] = evaluator.repetition.scores(
+                self.metrics[method.scorer] = evaluator.probing.scores(
                     evaluator._timed, method, self.dense, prompt
                 )
             scores, seconds = self.metrics[method.scorer]

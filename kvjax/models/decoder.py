@@ -185,6 +185,13 @@ def forward[Carry](
     return model.last_hidden(config, x), carry, aux
 
 
+def embedded(
+    config: ModelConfig, params: nnx.State, tokens: Int[Array, " T"]
+) -> Float[Array, "T D"]:
+    """Tokens as they enter the first layer."""
+    return _around_layers(config, params).embed_tokens(config, tokens[None])[0]
+
+
 def logits(
     config: ModelConfig, params: nnx.State, hidden: Float[Array, "... D"]
 ) -> Float[Array, "... V"]:

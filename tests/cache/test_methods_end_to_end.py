@@ -75,6 +75,8 @@ LIKE_OTHERS = (
     "keydiff",
     "expected-attention",
     "kvzip-plus",
+    "speckv",
+    "epicache",
     "kvzap-linear",
     "kvzap-mlp",
     "duo-heads",

@@ -69,6 +69,17 @@ def test_json_says_all_there_is_to_say(tiny, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_another_model_drafts(tiny, tiny_folder):
+    given = ("--method", "speckv", "--max-cache-tokens", 64, "--json")
+    code, out, err = tiny(*given, "--draft", tiny_folder)
+    assert code == 0, err
+    assert json.loads(out)["seconds"]["probe"] > 0
+    code, _, err = tiny(*given, "--draft", "nowhere")
+    assert code == 2
+    assert "nowhere" in err.strip().splitlines()[-1]
+
+
 def test_fewer_bits_are_fewer_bytes_of_as_many_kvs(tiny):
     found = []
     for stored in ("float32", "int8"):

@@ -157,6 +157,16 @@ def test_types_of_keys_and_values_are_compared_by_their_bytes(tiny, prompts, tmp
     assert "0 results" in err
 
 
+@pytest.mark.slow
+def test_another_model_drafts(tiny, tiny_folder, prompts, tmp_path):
+    given = ("--prompts", prompts, "--rates", 1.5, "--methods", "speckv,kvzip")
+    code, _, err = tiny(*given, "--draft", tiny_folder)
+    assert code == 0, err
+    found = read(tmp_path / "r.jsonl")
+    assert {one["method"] for one in found} == {"full", "speckv", "kvzip"}
+    assert {one["settings"]["draft"] for one in found} == {str(tiny_folder)}
+
+
 def test_prompts_stored_whole_are_compared_by_their_bytes(tiny, prompts, tmp_path):
     given = ("--prompts", prompts, "--methods", "full", "--free-tokens", 0)
     code, out, err = tiny(*given, "--kv-dtype", "int8,xkv,kcvt4")

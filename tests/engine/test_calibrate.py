@@ -13,7 +13,7 @@ from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams
 from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
-from kvjax.cache.methods.kvzip import Repeated
+from kvjax.cache.methods.kvzip import Repeated, repetitions
 from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import (
     CLAIM,
@@ -38,7 +38,7 @@ from kvjax.engine.calibrate.generated import KINDS, generated_text, planted
 from kvjax.engine.calibrate.teacher import Lesson, lesson
 from kvjax.engine.calibrate.texts import GENERATED, default_texts
 from kvjax.engine.dense import dense_pass
-from kvjax.engine.repeat import repeat_artefacts, repetitions, request_tokens
+from kvjax.engine.probe import probe_artefacts, request_tokens
 from kvjax.errors import UserError
 from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
 from kvjax.models import load_model
@@ -82,7 +82,7 @@ def test_the_teacher_scores_as_published(model, folder, plus):
         model.config,
         Repeated(first=len(request), plus=plus),
         model.params,
-        repeat_artefacts(model.config, model.params),
+        probe_artefacts(model.config, model.params),
         np.pad(text, (0, 11)).astype(np.int32),
         np.int32(len(text)),
         # More than is scored at once, most of it padding.

@@ -362,6 +362,8 @@ class Asks(Merger):
 EVICTS = CompressionConfig(method="kv-compress", rate=2, floor=8, window=4)
 SUMS = CompressionConfig(method="h2o", rate=2, floor=8, compress_every=8)
 READS = CompressionConfig(method="kvzip", rate=2, floor=8)
+LOOKS_AHEAD = CompressionConfig(method="speckv", rate=2, floor=8)
+RECALLS = CompressionConfig(method="epicache", rate=2, floor=8)
 Kind = tuple[int, CompressionConfig, dict, bool]
 ASKS = CompressionConfig(method=get_method("kv-compress")._with(merger=Asks()), rate=2, floor=8)
 FEW: list[Kind] = [
@@ -373,10 +375,12 @@ MANY: list[Kind] = [
     (LONG, EVICTS, {"logprobs": 0}, False),
     (LONG, SUMS, {}, False),
     (30, READS, {}, False),
+    (80, LOOKS_AHEAD, {}, False),
+    (70, RECALLS, {}, False),
     (40, FULL, {}, True),
 ]
 SHARES = {"share_prefix": "always", "share_grain": 8, "retained_prefixes": 4}
-SHARES |= {"methods": ("kv-compress", "h2o", "kvzip"), "pool_tokens": 900}
+SHARES |= {"methods": ("kv-compress", "h2o", "kvzip", "epicache"), "pool_tokens": 900}
 
 
 @pytest.mark.parametrize(
@@ -403,7 +407,9 @@ def test_nothing_compiles_in_the_engines_thread(tiny_params, caplog, kinds, conf
             run(main())
     finally:
         jax.config.update("jax_log_compiles", False)
-    steps = r"prefill\w*|repeat_again|start|place|share|decode|compress_slots|empty|positions_of"
+    steps = (
+        r"prefill\w*|draft|probe_again|start|place|share|decode|compress_slots|empty|positions_of"
+    )
     ours = re.compile(rf"Compiling jit\(({steps})\)")
     found = [record for record in caplog.records if ours.match(record.getMessage())]
     assert len(found) > 5

@@ -12,7 +12,7 @@ from kvjax.engine.compilation import CompiledSteps, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM
 from kvjax.engine.memory import plan_memory, pool_tokens_for
-from kvjax.engine.repeat import request_tokens
+from kvjax.engine.probe import Behind, request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
@@ -86,7 +86,7 @@ def test_a_repetition_behind_a_full_chunk_is_planned_for(tiny_params):
     model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
     config = EngineConfig(max_batch=2, pool_tokens=100, block_size=4)
     plan = plan_memory(model, config, 128, "float32")
-    again = plan_memory(model, config, 128, "float32", asked_again=40)
+    again = plan_memory(model, config, 128, "float32", behind=Behind(40))
     # Keys and values and three numbers of each KV, in float32.
     assert again.scratch - plan.scratch == 40 * HEADS * 4 * (2 * TINY.head_dim + 3)
     assert again.workspace - plan.workspace >= 256 * TINY.num_heads * 128 * 4

@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvjax.cache import CompressionConfig, get_method
+from kvjax.cache.methods.kvzip import repetitions
 from kvjax.engine import LLM, EngineConfig
 from kvjax.engine.dense import dense_pass
-from kvjax.engine.repeat import repetitions, request_tokens
+from kvjax.engine.probe import request_tokens
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.sizes import EvaluatorConfig
@@ -89,9 +90,9 @@ def test_the_engine_keeps_what_is_read_when_the_prompt_is_repeated(model, oracle
     assert len({len(kept) for kept in want.values()}) > 1
     found = llm.metrics.as_dict()
     request = len(request_tokens(model.tokenizer))
-    assert found["kvjax_repeated_tokens_total"] == LENGTH + request * (2 if chunk == CHUNK else 1)
+    assert found["kvjax_probe_tokens_total"] == LENGTH + request * (2 if chunk == CHUNK else 1)
     assert found["kvjax_prompt_tokens_total"] == LENGTH
-    assert found['kvjax_seconds_total{phase="repeat"}'] > 0
+    assert found['kvjax_seconds_total{phase="probe"}'] > 0
     llm.abort(one)
     while llm.has_unfinished():
         llm.step()
@@ -102,12 +103,12 @@ def test_prompts_that_are_not_compressed_are_not_repeated(model):
     llm = engine(model, "kvzip")
     outputs = llm.generate([PROMPT], greedy(2), CompressionConfig("kvzip", rate=1))
     assert len(outputs[0].token_ids) == 2
-    assert llm.metrics.as_dict()["kvjax_repeated_tokens_total"] == 0
+    assert llm.metrics.as_dict()["kvjax_probe_tokens_total"] == 0
 
 
 def test_a_prompt_that_does_not_fit_the_scratch_is_refused(model):
     llm = engine(model, "kvzip")
-    with pytest.raises(UserError, match=r"^method kvzip repeats .*: 129 tokens .* is 128; [^\n]*$"):
+    with pytest.raises(UserError, match=r"^method kvzip runs .*: 129 tokens .* is 128; [^\n]*$"):
         llm.add_request(PROMPT, greedy(29))
     llm.add_request(PROMPT, greedy(28))
     # Methods that do not repeat take chunk after chunk to the pool.
@@ -120,7 +121,7 @@ def test_warming_up_compiles_the_repetition(model):
     llm = engine(model, "kvzip-plus")
     llm.warm_up([LENGTH])
     steps = set(llm.worker.compiled.seconds)
-    assert any(key.step == "repeat" for key in steps)
+    assert any(key.step == "probe" for key in steps)
     llm.generate([PROMPT], greedy(2))
     assert set(llm.worker.compiled.seconds) == steps
 
@@ -132,7 +133,7 @@ def test_evaluation_repeats_what_is_compressed(model, oracle, name):
     dense = jax.jit(dense_pass, static_argnums=0)(
         model.config, model.params, everything, np.zeros(1, np.int32)
     )
-    scores, seconds = evaluator.repetition.scores(evaluator._timed, get_method(name), dense, PROMPT)
+    scores, seconds = evaluator.probing.scores(evaluator._timed, get_method(name), dense, PROMPT)
     want = oracle(LENGTH)[name == "kvzip-plus"]
     np.testing.assert_allclose(scores.metric[..., :LENGTH], want, rtol=1e-3, atol=1e-6)
     assert not np.asarray(scores.metric[..., LENGTH:]).any()

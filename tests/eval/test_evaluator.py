@@ -13,7 +13,7 @@ from kvjax.engine.decode import decode_step as decode_one
 from kvjax.engine.prefill import prefill as run_prompt
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
-from kvjax.eval.repetition import Repetition
+from kvjax.eval.probing import Probing
 from kvjax.eval.rows import PROTOCOLS, Turn
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, rate_blocks, slots_for
 from kvjax.models.decoder import forward, logits
@@ -74,13 +74,13 @@ def test_a_method_without_its_calibration_is_refused(evaluator):
 def test_prompts_are_repeated_once_per_method_and_cut(evaluator, monkeypatch):
     """Whatever the rates; what is kept are as many KVs as with any method, and others by each."""
     asked = []
-    scores = Repetition.scores
+    scores = Probing.scores
 
     def noted(self, timed, method, dense, prompt):
         asked.append((method.name, len(prompt)))
         return scores(self, timed, method, dense, prompt)
 
-    monkeypatch.setattr(Repetition, "scores", noted)
+    monkeypatch.setattr(Probing, "scores", noted)
     row = make_row(context="It was the age of wisdom, it was the age of foolishness. " * 6)
     names = ("kvzip", "kvzip-plus", "wide-pool")
     variants = [Variant(name, rate) for name in names for rate in (1.5, 2.0)]

@@ -12,7 +12,7 @@ from flax import nnx
 
 from kvjax import LLM, EngineConfig
 from kvjax.cli.models import WEIGHT_DTYPES as OFFERED
-from kvjax.engine.repeat import repeat_artefacts
+from kvjax.engine.probe import probe_artefacts
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model, narrow
 from kvjax.models.config import WEIGHT_DTYPES, get_model_entry
@@ -132,7 +132,7 @@ def test_products_are_those_of_the_weights_that_it_stands_for(config, stacked):
     want, _ = step(config, nnx.from_flat_state(plain), tokens, 0, cache)
     got, _ = step(few, params, tokens, 0, cache)
     np.testing.assert_allclose(got, want, atol=3e-4 * float(jnp.abs(want).max()))
-    gram, whole_gram = (repeat_artefacts(config, p) for p in (params, nnx.from_flat_state(plain)))
+    gram, whole_gram = (probe_artefacts(config, p) for p in (params, nnx.from_flat_state(plain)))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), gram, whole_gram)
 
 

@@ -316,6 +316,8 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "streaming-llm": every(lambda c, name, x: x.at.astype(float)),
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
     "kvzip": every(lambda c, name, x: x.before),
+    "speckv": every(lambda c, name, x: x.before),
+    "epicache": every(lambda c, name, x: x.before),
     "fastgen": every(lambda c, name, x: policy_row(x.p.mean(axis=(0, 1)), x.at, c.end)),
     "ems": every(global_local),
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),

@@ -57,6 +57,7 @@ from tests.oracle.selection import (
     k_means,
     keeps,
     keeps_by_need,
+    keeps_cheapest_by_layer,
     keeps_cheapest_of_layer,
     keeps_globally,
     keeps_shared,
@@ -120,6 +121,8 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "compactor": keeps(compactor, protected=4, sinks=8),
     "kvzip": keeps_globally(unread, protected=1, sinks=4),
     "kvzip-plus": keeps_globally(unread, protected=1, sinks=4),
+    "speckv": keeps(unread, protected=33),
+    "epicache": keeps_cheapest_by_layer(unread, protected=1, sinks=4),
     "r-kv": keeps(mean_of_last, protected=8, choose=without_like()),
     "duo-heads": keeps_whole_heads(
         recency, lambda p: calibrated(p.layers, p.heads, 8)["head_budget"], protected=28, sinks=4
@@ -235,6 +238,8 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "razor-attention": recency,
     "kvzip": unread,
     "kvzip-plus": unread,
+    "speckv": unread,
+    "epicache": unread,
     "r-kv": mean_of_last,
     "triattention": centred,
     "wide-pool": wide_pool,

@@ -29,6 +29,7 @@ def calibrated(
         "head_budget": (used / 10).astype(np.float32),
         "retrieval_head": np.roll(used, 1).astype(np.float32),
         **_semantic(layers, group * heads),
+        "key_similarity": np.random.default_rng(37).uniform(0.5, 1, layers).astype(np.float32),
         **_reads(layers, heads, size),
         **_surrogates(layers, heads, size),
         **_centres(layers, group * heads, d),

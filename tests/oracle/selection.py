@@ -223,6 +223,49 @@ def best(p: Prompt, scores: np.ndarray, guarded: set[int], blocks: int) -> list[
     return [t for t in range(p.length) if t not in gone]
 
 
+def unlike_layers(alike: np.ndarray, cap: float, power: float = 1.1) -> list[float]:
+    """EpiCache's tokens per head of each layer: more where keys are less alike, a quarter of the
+    mean at least."""
+    alike = alike.astype(np.float64)
+    if alike.max() == alike.min():
+        return [cap] * len(alike)
+    weight = (1 - (alike - alike.min()) / (alike.max() - alike.min())) ** power
+    return [max(cap / 4, cap * len(alike) * one / weight.sum()) for one in weight]
+
+
+def similar_layers(p: Prompt, window: int) -> tuple[list[float], int]:
+    alike = calibrated(p.layers, p.heads, p.k.shape[-1])["key_similarity"]
+    return unlike_layers(alike, float(p.cap_tokens)), p.cap_blocks * p.layers * p.heads
+
+
+def keeps_cheapest_by_layer(
+    scores_of: Callable[[Prompt], Scores], *, protected: int, sinks: int, layers_of=similar_layers
+) -> Callable[[Prompt], Kept]:
+    """Blocks over the layers by Webster's method, then the cheapest of each layer go."""
+
+    def kept(p: Prompt) -> Kept:
+        if p.owned <= p.cap_blocks:
+            return {name: list(range(p.length)) for name in p.names}
+        scores, (tokens, total) = scores_of(p), layers_of(p, protected)
+        guarded = len({t for t in range(p.length) if t < sinks or t >= p.length - protected})
+        least = max(1, -(-guarded // p.block))
+        blocks = webster(
+            tokens, [p.heads * least] * p.layers, [p.heads * p.owned] * p.layers, total
+        )
+        result: Kept = {}
+        for layer in range(p.layers):
+            part = slice(layer, layer + 1)
+            one = Prompt(p.q[part], p.k[part], p.v[part], p.cap, p.block)
+            rows: Scores = {(0, head): scores[layer, head] for head in range(p.heads)}
+            keep = keeps_globally(
+                lambda _, rows=rows: rows, protected=protected, sinks=sinks, total=blocks[layer]
+            )
+            result.update({(layer, head): kept for (_, head), kept in keep(one).items()})
+        return result
+
+    return kept
+
+
 def keeps_cheapest_of_layer(
     scores_of: Callable[[Prompt], Scores], *, protected: int, safe: float
 ) -> Callable[[Prompt], Kept]:
@@ -250,6 +293,7 @@ def keeps_globally(
     protected_share: float = 0.0,
     sinks: int = 0,
     least: int = 1,
+    total: int | None = None,
     choose=None,
 ) -> Callable[[Prompt], Kept]:
     """KV-Compress: the cheapest blocks of the whole sequence go, one after the other."""
@@ -263,7 +307,8 @@ def keeps_globally(
             name: sorted(set(range(p.length)) - guarded, key=lambda t, s=scores[name]: (s[t], t))
             for name in p.names
         }
-        while sum(blocks.values()) > p.cap_blocks * p.layers * p.heads:
+        most = p.cap_blocks * p.layers * p.heads if total is None else total
+        while sum(blocks.values()) > most:
             bids = []
             for name in p.names:
                 lost = p.length - (blocks[name] - 1) * p.block

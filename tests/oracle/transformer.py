@@ -42,6 +42,7 @@ def forward(
     positions: np.ndarray,
     dtype: Any = np.float32,
     entering: list[np.ndarray] | None = None,
+    seen: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Logits [T, V] f32 of one sequence [T] with causal attention, and (q, k, v) of each layer.
 
@@ -52,6 +53,7 @@ def forward(
         positions: the position of each.
         dtype: of weights and activations.
         entering: gets what enters each layer's attention, [T, D].
+        seen: which tokens each one attends to, bool [T, T]; by default all up to itself.
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -78,7 +80,7 @@ def forward(
     x = w["model.embed_tokens.weight"][tokens]
     count = len(tokens)
     projected = []
-    seen = np.tril(np.ones((count, count), bool))
+    seen = np.tril(np.ones((count, count), bool)) if seen is None else seen
     for i in range(hf["num_hidden_layers"]):
         name = f"model.layers.{i}."
         h = norm(x, w[name + "input_layernorm.weight"])

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.cache import CompressionConfig
+from kvjax.cache import CompressionConfig, get_method
 from kvjax.cache.config import CALIBRATED
 from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import CLAIM, EXTRA, WEIGHT
+from kvjax.cache.methods.speckv import Lookahead
 from kvjax.cache.methods.triattention import QUERY_CENTRE
 from kvjax.engine import LLM, AsyncLLM, SamplingParams, pool_tokens_for
 from kvjax.engine.parallel import Parallel
@@ -82,6 +83,28 @@ def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, giv
         np.testing.assert_array_equal(several.stats.kept, one.stats.kept)
         np.testing.assert_array_equal(several.stats.kept_tokens, one.stats.kept_tokens)
         assert several.stats.shortfall == one.stats.shortfall
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "replicas"), [(2, 1), (4, 2)])
+def test_what_is_drafted_and_read_behind_a_prompt_is_that_of_one_device(devices, replicas):
+    looks = Lookahead(window=8, drafted=6)
+    method = dataclasses.replace(get_method("speckv"), scorer=looks, protected=8)
+    found = []
+    for split in ({}, {"tensor_parallel": devices, "kv_replicas": replicas}):
+        config = dataclasses.replace(SIZES, prefill_scratch=128, **split)
+        llm = LLM(model_of(False), CompressionConfig(method=method, rate=3, floor=4), config)
+        llm.add_request(PROMPTS[1], SamplingParams(max_tokens=6, ignore_eos=True), report_kept=True)
+        outputs = []
+        while llm.has_unfinished():
+            outputs += llm.step()
+        assert llm.metrics.as_dict()["kvjax_probe_tokens_total"] == 8 + 6
+        found.append(outputs[-1])
+    one, several = found
+    assert several.error is one.error is None
+    assert several.token_ids == one.token_ids
+    np.testing.assert_array_equal(several.stats.kept_tokens, one.stats.kept_tokens)
+    assert one.stats.kept_tokens.sum() < one.stats.kept_tokens.size / 2
 
 
 def test_a_pool_made_for_a_request_never_runs_out():

@@ -22,6 +22,7 @@ CONFIG = EvaluatorConfig(block_size=4, num_slots=3, free_tokens=4)
 QUICK = [
     Variant("full", 1.0),
     Variant("kvzip-plus", 2.0),
+    Variant("speckv", 2.0),
     Variant(CALIBRATED, 3.0, "int4w8"),
 ]
 VARIANTS = [

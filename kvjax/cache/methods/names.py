@@ -19,6 +19,7 @@ from kvjax.cache.methods import (
     compresskv,
     duo_heads,
     ems,
+    epicache,
     expected_attention,
     fastgen,
     full,
@@ -40,6 +41,7 @@ from kvjax.cache.methods import (
     scissorhands,
     shared_reads,
     snapkv,
+    speckv,
     streaming_llm,
     tova,
     triattention,
@@ -58,7 +60,7 @@ _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compre
            predicted_reads, shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
           compactor, kvzip, kvzap, duo_heads, r_kv, triattention, pyramidkv_ablations,
-          fastgen, razor_attention, kvmerger, ems, windowkv, compresskv)  # fmt: skip
+          fastgen, razor_attention, kvmerger, ems, windowkv, compresskv, speckv, epicache)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
 _WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means, "matched": matched}
 WRAPPED = (

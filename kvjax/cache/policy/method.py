@@ -22,6 +22,12 @@ from kvjax.cache.policy.select import Selector
 from kvjax.cache.store import Plane
 from kvjax.checks import INT32_MAX, check_flag, check_text
 
+KEY_SIMILARITY = "key_similarity"
+"""Array [L]: how alike each layer's keys are with full attention and with blocks alone; an engine
+measures it where a method that it names reads it."""
+OF_THE_MODEL = (ROPE_FREQUENCY, KEY_SIMILARITY)
+"""Arrays that follow from the model without a calibration."""
+
 Evidence = Literal["P", "C", "R", "A", "U", "own"]
 
 
@@ -107,9 +113,9 @@ class Method:
         return {name: at for part in parts if part for name, at in part.head_axes.items()}
 
     @property
-    def repeats(self) -> bool:
-        """Whether the prompt is repeated after prefill; see `Scorer.repeats`."""
-        return self.scorer is not None and self.scorer.repeats
+    def probed(self) -> bool:
+        """Whether something runs behind the prompt after prefill; see `Scorer.probed`."""
+        return self.scorer is not None and self.scorer.probed
 
     @property
     def rescored(self) -> bool:
@@ -136,7 +142,7 @@ class Method:
     @property
     def artefacts(self) -> tuple[str, ...]:
         """Names of the arrays that it needs."""
-        own = () if self.scorer is None or self.repeats else self.scorer.artefacts
+        own = () if self.scorer is None or self.probed else self.scorer.artefacts
         rule = () if self.decode is None else self.decode.artefacts
         merger = () if self.merger is None else self.merger.artefacts
         return tuple(dict.fromkeys((*own, *rule, *self.allocator.artefacts, *merger)))
@@ -144,7 +150,7 @@ class Method:
     @property
     def calibrated(self) -> tuple[str, ...]:
         """Those of them that a calibration has to give: all but what follows from the model."""
-        return tuple(name for name in self.artefacts if name != ROPE_FREQUENCY)
+        return tuple(name for name in self.artefacts if name not in OF_THE_MODEL)
 
     @property
     def eviction(self) -> "Method":
@@ -164,7 +170,7 @@ class Method:
     def observer(self) -> Observer:
         """What prefill depends on."""
         return Observer(
-            None if self.repeats else self.scorer,
+            None if self.probed else self.scorer,
             self.selector.needs_query_heads,
             None if self.merger is None else self.merger.queries,
         )

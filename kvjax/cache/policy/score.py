@@ -194,9 +194,9 @@ class Scorer:
     across_heads: ClassVar[bool] = False
     """Whether a KV's score depends on other heads, or on which head it is of: not possible on
     several devices, which have some heads each."""
-    repeats: ClassVar[bool] = False
-    """Whether its metrics come of a second pass in which the model repeats the prompt; the prompt's
-    own then scores nothing, and `artefacts` are the pass's affair."""
+    probed: ClassVar[bool] = False
+    """Whether its metrics come of what runs behind the prompt and is thrown away (`Probed`); the
+    prompt's own queries then score nothing, and `artefacts` are that pass's affair."""
     rescored: ClassVar[bool] = False
     """Whether all KVs that a sequence holds are scored anew when some of them are evicted: `score`
     then sees a view without queries, of the held keys and values, their positions and the time.

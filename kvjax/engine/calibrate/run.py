@@ -35,7 +35,7 @@ from kvjax.engine.calibrate.practice import Practice, Practised, practise
 from kvjax.engine.calibrate.state import load, save
 from kvjax.engine.calibrate.teacher import LESSON, Lesson, lesson
 from kvjax.engine.parallel import SAME
-from kvjax.engine.repeat import request_tokens
+from kvjax.engine.probe import request_tokens
 from kvjax.engine.spread import Spread
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
@@ -213,7 +213,7 @@ def _teacher(
     request = request_tokens(model.tokenizer)
     scorer = Repeated(first=len(request), plus=True)
     spread = Spread(model)
-    artefacts = spread.repeat_artefacts()
+    artefacts = spread.probe_artefacts()
     specs = *spread.specs((model.params, artefacts)), *(SAME,) * 5
     step = spread.jitted(functools.partial(lesson, spread.config, scorer), specs, LESSON)
     room = -(-settings.tokens // 64) * 64

@@ -18,7 +18,7 @@ from kvjax.engine.calibrate.fit import FIRST
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.parallel import SAME
 from kvjax.engine.prefill import PromptKV
-from kvjax.engine.repeat import repeat
+from kvjax.engine.probe import probe
 from kvjax.engine.spread import by_heads
 from kvjax.models.config import ModelConfig
 from kvjax.models.rope import rope_frequencies
@@ -67,7 +67,7 @@ def lesson(
         config: the model (static).
         scorer: the teacher (static).
         params: the model's parameters.
-        artefacts: `kvjax.engine.repeat.repeat_artefacts`.
+        artefacts: `kvjax.engine.probe.probe_artefacts`.
         tokens: the text, padded at the end.
         length: its tokens.
         again: the request to repeat it and the text, padded at the end.
@@ -91,7 +91,7 @@ def lesson(
     k, v = dense.k, dense.v
     claim = lax.map(claim_of, (jnp.arange(len(k), dtype=jnp.int32), dense.q, k))
     prompt = PromptKV(k, v, Scores(jnp.zeros((k.shape[0], k.shape[2], k.shape[1]))), length)
-    score = repeat(config, scorer, params, artefacts, prompt, again, again_length)
+    score = probe(config, scorer, params, artefacts, prompt, again, again_length)
 
     def norm(x: Array) -> Array:
         return jnp.swapaxes(jnp.linalg.norm(x.astype(jnp.float32), axis=-1), 1, 2)

@@ -1,0 +1,64 @@
+"""Another model that says what may come behind a prompt, for methods that look ahead."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.checks import shown
+from kvjax.engine import processes
+from kvjax.engine.checks import checked_request
+from kvjax.engine.sampling import SamplingParams
+from kvjax.errors import UserError
+from kvjax.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvjax.engine.llm import LLM
+
+
+class Draft:
+    """An engine that drafts greedily, from a cache that it compresses by its own settings.
+
+    It belongs to the engine that it drafts for and runs in its rounds: nobody else may use it, and
+    requests of that engine wait while it drafts.
+    """
+
+    def __init__(self, llm: "LLM", tokenizer: Tokenizer):
+        """For an engine of that tokenizer.
+
+        Raises:
+            UserError: it is no engine, has another tokenizer, or there are several processes.
+        """
+        if not hasattr(llm, "engine"):
+            raise UserError(f"draft {shown(llm)}: give an LLM")
+        if processes.current() is not None:
+            raise UserError("draft: models draft in a single process; let the model draft itself")
+        check_same(llm.model.tokenizer, tokenizer)
+        self.llm = llm
+        if llm.compression.rate is not None:
+            # Nobody asked for the cache of a draft: what is told is told of the model's.
+            llm.warned.add(llm.compression.rate)
+
+    def check(self, length: int, most: int) -> None:
+        """Raise `UserError` where it cannot draft so many tokens behind so many."""
+        prompt, sampling = np.zeros(length, np.int32), SamplingParams(max_tokens=most)
+        try:
+            checked_request(self.llm, prompt, sampling, self.llm.compression, "draft", -1)
+        except UserError as error:
+            raise UserError(f"draft: {error}") from None
+
+    def __call__(self, tokens: np.ndarray, most: int) -> Sequence[int]:
+        """What it says behind some tokens; less, or nothing, where it fails."""
+        if self.llm.dead is not None:
+            self.llm.reset()
+        return self.llm.generate([tokens], SamplingParams(max_tokens=most))[0].token_ids
+
+
+def check_same(one: Tokenizer, other: Tokenizer) -> None:
+    """Raise `UserError` where two tokenizers do not know the same tokens by the same numbers."""
+    for index in range(max(one.vocab_size, other.vocab_size)):
+        if one.token_bytes(index) != other.token_bytes(index):
+            raise UserError(
+                f"draft: its tokenizer differs from the model's at token {index}: give a model of "
+                "the same family"
+            )
