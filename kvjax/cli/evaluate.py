@@ -105,7 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "int8, k5v4, k5v3.6, int4 and what else kvjax decode --kv-dtype has; with --methods full "
         "what stores a prompt as a whole: kcvt4, kcvt3, kivi2, gear4, gear2, mikv8, mikv4, "
         "zipcache, kvquant4, kvquant3, kvquant2, rotatekv4, rotatekv2, minicache, xkv, "
-        "xquant4, xquant2 (that of the weights)",
+        "xquant4, xquant3, xquant2, xquantcl4, xquantcl3, xquantcl2 (that of the weights)",
     )
     add_row_options(parser, what, usual=USUAL, target_tokens=64)
     what.add_argument(

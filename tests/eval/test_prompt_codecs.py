@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache import CacheSpec, as_codec
+from kvjax.cache import as_codec
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.store.named import OF_PROMPTS
 from kvjax.engine.dense import DensePass, dense_pass
@@ -34,6 +34,7 @@ from kvjax.eval.prompt_codecs.xquant import (
     VALUE_OUTPUT,
     XQuant,
 )
+from kvjax.eval.prompt_codecs.xquant_cl import INPUT, OUTPUT, XQuantCL
 from kvjax.eval.prompt_codecs.zipcache import ZipCache, drawn
 from kvjax.eval.prompt_rows import PromptRows
 from kvjax.eval.sizes import EvaluatorConfig, Variant
@@ -192,15 +193,74 @@ def test_xquant_rebuilds_keys_and_values(tiny_model):
     assert_same([np.asarray(x)[:, :LENGTH] for x in found], want, (k, v))
 
 
-def test_xquant_refuses_keys_that_are_normalised():
-    config = dataclasses.replace(TINY, family="qwen3")
-    model = LoadedModel(config, init_params(config, "float32", seed=0), ByteTokenizer(), "dummy")
-    with pytest.raises(UserError, match=r"^xquant4 rebuilds keys .* tiny normalises them: [^\n]*$"):
-        XQuant().from_weights(model)
+def tiny_of(**changes) -> LoadedModel:
+    config = dataclasses.replace(TINY, **changes)
+    return LoadedModel(config, init_params(config, "float32", seed=3), ByteTokenizer(), "dummy")
+
+
+@functools.cache
+def pass_of(heads: int) -> tuple[LoadedModel, DensePass]:
+    """A model with so many KV heads, and its pass over a prompt."""
+    model = tiny_of(num_kv_heads=heads)
+    tokens = np.random.default_rng(0).integers(0, 256, TOKENS).astype(np.int32)
+    run = jax.jit(functools.partial(dense_pass, model.config))
+    return model, run(model.params, tokens, np.zeros(1, np.int32))
+
+
+def weights_of(model: LoadedModel) -> np.ndarray:
+    """[L, D, 2 · H · d], of keys and then of values, in float64."""
+    layers: Any = model.params["layers"]
+    weight = np.asarray(layers["qkv"][...], np.float64)
+    parts = [weight[..., at, :].reshape(*weight.shape[:2], -1) for at in (-2, -1)]
+    return np.concatenate(parts, axis=-1)
+
+
+@pytest.mark.parametrize(("heads", "rank"), [(1, 16), (2, 24)])
+def test_xquant_cl_adds_up_differences_of_layers(heads, rank):
+    """Those of a subspace where it is narrower than what enters attention, else all of them."""
+    model, dense = pass_of(heads)
+    codec = XQuantCL(bits=2, group=12, first=1)
+    made = codec.from_weights(model)
+    inner, outer = (np.asarray(made[name], np.float64) for name in (INPUT, OUTPUT))
+    weight = weights_of(model)
+    assert inner.shape == (3, 24, rank)
+    np.testing.assert_allclose(inner.swapaxes(1, 2) @ inner, [np.eye(rank)] * 3, atol=1e-5)
+    np.testing.assert_allclose(inner @ outer, weight, atol=1e-5)
+    assert (rank < 24) or (inner == np.eye(24)).all()
+    call = jax.jit(functools.partial(passes.through_codec, codec))
+    found = call(dense, jnp.int32(LENGTH), {**rope_artefacts(model.config), **made})
+    frequency = np.asarray(rope_artefacts(model.config)[ROPE_FREQUENCY][0])
+    k, v, hidden = (np.asarray(x, np.float64)[:, :LENGTH] for x in (dense.k, dense.v, dense.hidden))
+    want = oracle.xquant_cl(hidden, inner, weight, frequency, 2, 12, 1, k.shape[1:])
+    assert_same([np.asarray(x)[:, :LENGTH] for x in found], want, (k, v))
+
+
+def test_xquant_cl_does_not_add_up_what_codes_lose():
+    """Each layer's loss is that of its own codes: with many bits in it next to none, whatever
+    those before it have lost."""
+    model, dense = pass_of(1)
+    coarse, fine = XQuantCL(bits=2, first=0), XQuantCL(bits=12, first=0)
+    made = {**rope_artefacts(model.config), **coarse.from_weights(model)}
+    entering = jnp.concatenate([dense.hidden[:1], dense.hidden[:1], dense.hidden[2:]])
+    errors = []
+    for codec in (coarse, fine):
+        call = jax.jit(functools.partial(passes.through_codec, codec))
+        k, v = call(dataclasses.replace(dense, hidden=entering), jnp.int32(LENGTH), made)
+        errors.append([
+            np.abs(np.asarray(x - y)).max(axis=(1, 2, 3)) for x, y in ((k, dense.k), (v, dense.v))
+        ])  # fmt: skip
+    assert (np.max(errors[1], axis=0) < 0.01 * np.min(errors[0])).all()
+
+
+@pytest.mark.parametrize("codec", [XQuant(), XQuantCL()])
+def test_xquant_refuses_keys_that_are_normalised(codec):
+    said = rf"^{codec.name} rebuilds keys .* tiny normalises them: give kvquant4$"
+    with pytest.raises(UserError, match=said):
+        codec.from_weights(tiny_of(family="qwen3"))
 
 
 def assert_bytes(name: str, length: int, want: int) -> None:
-    shape = CacheSpec(4, 2, 16, as_codec("float32", "float32"))
+    shape = dataclasses.replace(TINY, num_layers=4, head_dim=16, hidden_size=80)
     assert PROMPT_CODECS[name].stored_bytes(shape, length) == want, name
 
 
@@ -231,6 +291,12 @@ def test_bytes_counted_by_hand():
     # Three layers in four bits; 100 tokens are one group.
     assert_bytes("xquant2", 100, 3 * codes + codes // 2 + 4 * 4 * (32 + 100))
     assert_bytes("xquant4", 300, 4 * (3 * codes + 4 * (3 * 32 + 300)))
+    # As many codes, and the ends of 64 differences of a token.
+    assert_bytes("xquantcl2", 100, 3 * codes + codes // 2 + 4 * 4 * 100)
+    assert_bytes("xquantcl3", 100, 3 * codes + codes * 3 // 4 + 4 * 4 * 100)
+    # What enters attention is narrower than a key and a value of all heads.
+    assert TINY.hidden_size == 24
+    assert PROMPT_CODECS["xquantcl4"].stored_bytes(TINY, 100) == 3 * 100 * (12 + 4)
 
 
 NUMBERS = st.lists(st.floats(-100, 100, width=32), min_size=12, max_size=12)

@@ -291,3 +291,25 @@ def xquant(hidden, weights, frequency: np.ndarray, bits: int, group: int, first:
         part = by_token((x @ value_in)[:, None], width, group)[:, 0]
         found[1].append((part @ value_out).reshape(shape))
     return np.stack(found[0]), np.stack(found[1])
+
+
+def xquant_cl(
+    hidden, inner, weight, frequency: np.ndarray, bits: int, group: int, first: int, shape
+):
+    """Keys and values from sums of coded differences between layers of what enters attention.
+
+    Args:
+        hidden: [L, T, D].
+        inner: [L, D, r]: what differences are multiplied with, and back.
+        weight: [L, D, 2 · H · d], of keys and then of values.
+        frequency, bits, group, first, shape: as of `xquant`.
+    """
+    found, held = ([], []), np.zeros(hidden.shape[1:])
+    for layer, x in enumerate(hidden):
+        width = 4 if layer < first else bits
+        part = ((x - held) @ inner[layer])[:, None]
+        held = held + by_token(part, width, group)[:, 0] @ inner[layer].T
+        key, value = np.split(held @ weight[layer], 2, axis=1)
+        found[0].append(turned(key.reshape(shape), frequency))
+        found[1].append(value.reshape(shape))
+    return np.stack(found[0]), np.stack(found[1])

@@ -51,7 +51,11 @@ OF_PROMPTS: Mapping[str, str] = {
     "minicache": "int8",
     "xkv": "int2",
     "xquant4": "int4",
+    "xquant3": "int3.6",
     "xquant2": "int2",
+    "xquantcl4": "int4",
+    "xquantcl3": "int3.6",
+    "xquantcl2": "int2",
 }
 """What stores whole prompts and is evaluated only (`kvjax.eval.prompt_codecs`), and the codec of a
 pool that is nearest in kind and bytes."""

@@ -18,6 +18,7 @@ from kvjax.eval.prompt_codecs.minicache import MiniCache
 from kvjax.eval.prompt_codecs.rotatekv import RotateKV
 from kvjax.eval.prompt_codecs.xkv import XKV
 from kvjax.eval.prompt_codecs.xquant import XQuant
+from kvjax.eval.prompt_codecs.xquant_cl import XQuantCL
 from kvjax.eval.prompt_codecs.zipcache import ZipCache
 
 PROMPT_CODECS: Mapping[str, PromptCodec] = {
@@ -39,7 +40,11 @@ PROMPT_CODECS: Mapping[str, PromptCodec] = {
         MiniCache(),
         XKV(),
         XQuant(),
+        XQuant(bits=3),
         XQuant(bits=2),
+        XQuantCL(),
+        XQuantCL(bits=3),
+        XQuantCL(bits=2),
     )
 }
 """What --kv-dtype calls them. `kvjax.cache.store.named.OF_PROMPTS` refuses the same names

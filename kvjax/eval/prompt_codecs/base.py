@@ -1,7 +1,7 @@
 """What stores a prompt's keys and values in a way that no pool of blocks can hold."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +14,13 @@ from kvjax.models import LoadedModel
 
 Rows = tuple[Float[Array, "*L T H d"], Float[Array, "*L T H d"]]
 """Keys and values of a layer, or of all, float32."""
+
+
+class ModelShape(KVShape, Protocol):
+    """What a model says of its KVs and of what they are made of."""
+
+    @property
+    def hidden_size(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,6 @@ class PromptCodec:
         """The same of a layer, whose keys and values are float32, with its part of `artefacts`."""
         raise NotImplementedError
 
-    def stored_bytes(self, shape: KVShape, length: int) -> int:
+    def stored_bytes(self, shape: ModelShape, length: int) -> int:
         """Bytes that are stored of a prompt of `length` tokens, in all layers and heads."""
         raise NotImplementedError
