@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvjax.cache import as_codec
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.store.named import OF_PROMPTS
+from kvjax.engine.calibrate.levels import KEY_RANGE, LEVELS, NORM, Weighed, fitted, levels_of
 from kvjax.engine.dense import DensePass, dense_pass
 from kvjax.errors import UserError
 from kvjax.eval import passes
@@ -23,6 +24,7 @@ from kvjax.eval.prompt_codecs.codes import in_codes
 from kvjax.eval.prompt_codecs.gear import Gear, start
 from kvjax.eval.prompt_codecs.kivi import KeysByChannel
 from kvjax.eval.prompt_codecs.kvquant import KVQuant, k_means
+from kvjax.eval.prompt_codecs.kvquant_calibrated import CalibratedKVQuant
 from kvjax.eval.prompt_codecs.mikv import MiKV
 from kvjax.eval.prompt_codecs.minicache import MiniCache
 from kvjax.eval.prompt_codecs.rotatekv import RotateKV
@@ -137,6 +139,56 @@ def test_probes_are_the_same_whatever_follows():
 def test_kvquant_has_levels_of_its_own():
     _, k, v, _, frequency = exact()
     assert_same(through(KVQuant()), oracle.kvquant(k, v, frequency, 3, 5), (k, v))
+
+
+@functools.cache
+def calibrated() -> dict[str, np.ndarray]:
+    """Levels of numbers like the prompt's, whose middle tokens count most."""
+    _, k, v, _, frequency = exact()
+    k = oracle.turned(k, frequency, back=True)
+    k, v = (x[:, 1:].reshape(LAYERS, LENGTH - 1, -1) for x in (k, v))
+    k = 0.8 * (k - k.mean(axis=1, keepdims=True)) + k.mean(axis=1, keepdims=True)
+    weight = np.exp(-np.abs(np.arange(LENGTH - 1) - 20) / 5)[:, None] * np.ones(k.shape)
+    return fitted(Weighed(k, v, weight, weight))
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_kvquant_of_calibrated_levels(bits):
+    _, k, v, _, frequency = exact()
+    arrays = calibrated()
+    found = through(CalibratedKVQuant(bits=bits, outliers=40), **arrays)
+    norm = arrays[NORM] if bits == 2 else None
+    want = oracle.kvquant_calibrated(
+        k, v, frequency, arrays[KEY_RANGE], arrays[LEVELS[bits]], norm, 40
+    )
+    assert_same(found, want, (k, v))
+
+
+def test_q_norm_restores_the_deviation():
+    """Of values between their ends, which levels by k-means draw together."""
+    _, _, v, *_ = exact()
+    arrays = calibrated()
+    plain = {**arrays, NORM: np.broadcast_to([1.0, 0], arrays[NORM].shape).astype(np.float32)}
+    spread = [through(CalibratedKVQuant(bits=2), **each)[1].std() for each in (arrays, plain)]
+    assert spread[1] < spread[0]
+    assert abs(spread[0] - v.std()) < abs(spread[1] - v.std())
+
+
+def test_calibrated_arrays_have_to_be_there(tiny_model):
+    evaluator = Evaluator(tiny_model, EvaluatorConfig(block_size=4, num_slots=1, free_tokens=0))
+    said = r"^kvquant4c reads the calibrated array kvquant_key_range: [^\n]*calibrate --levels`$"
+    variant = Variant("full", 1.0, "kvquant4c")
+    with pytest.raises(UserError, match=said):
+        run_row(evaluator, make_row(), ["chat"], [variant])
+    prompts = [np.arange(start, start + 60) % 256 for start in (3, 90)]
+    arrays = levels_of(tiny_model, prompts)
+    evaluator = Evaluator(
+        tiny_model,
+        EvaluatorConfig(block_size=4, num_slots=1, free_tokens=0),
+        {name: jnp.asarray(x) for name, x in arrays.items()},
+    )
+    results = run_row(evaluator, make_row(), ["chat"], [variant])
+    assert 0 < results["chat", variant.label, 1.0]["kl"] < 0.1
 
 
 @pytest.mark.parametrize(("bits", "shape"), [(2, ()), (4, THREE)])
@@ -281,6 +333,9 @@ def test_bytes_counted_by_hand():
     # 99 tokens: per channel, and per token, two outliers of three bytes and a range.
     of_three = 2 * 99 * 32 * 3 // 8 + (32 + 99) * (2 * 3 + 4) + 2 * 8 * 2 + 2 * 32 * 2
     assert_bytes("kvquant3", 100, 4 * of_three)
+    # 99 tokens: two outliers of a key and of a value, and a value's range.
+    of_three = 2 * 99 * 32 * 3 // 8 + 99 * (2 * 2 * 3 + 4) + 2 * 32 * 2
+    assert_bytes("kvquant3c", 100, 4 * of_three)
     # 20 sinks with an index, and the order of 32 channels.
     assert_bytes("rotatekv2", 100, 4 * (80 * 2 * (8 + 4) + 20 * (2 * 64 + 1) + 32))
     assert_bytes("rotatekv4", 300, 4 * (280 * 2 * (16 + 4) + 20 * (2 * 64 + 2) + 32))

@@ -13,6 +13,7 @@ from kvjax.eval.prompt_codecs.base import PromptCodec
 from kvjax.eval.prompt_codecs.gear import Gear
 from kvjax.eval.prompt_codecs.kivi import KCVT, KIVI, KeysByChannel
 from kvjax.eval.prompt_codecs.kvquant import KVQuant
+from kvjax.eval.prompt_codecs.kvquant_calibrated import CalibratedKVQuant
 from kvjax.eval.prompt_codecs.mikv import MiKV
 from kvjax.eval.prompt_codecs.minicache import MiniCache
 from kvjax.eval.prompt_codecs.rotatekv import RotateKV
@@ -35,6 +36,9 @@ PROMPT_CODECS: Mapping[str, PromptCodec] = {
         KVQuant(bits=4),
         KVQuant(),
         KVQuant(bits=2),
+        CalibratedKVQuant(bits=4),
+        CalibratedKVQuant(),
+        CalibratedKVQuant(bits=2),
         RotateKV(bits=4),
         RotateKV(),
         MiniCache(),

@@ -34,6 +34,8 @@ class PromptCodec:
 
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the arrays by layer that `layer` reads."""
+    calibrated: ClassVar[tuple[str, ...]] = ()
+    """Those of them that `kvjax calibrate --levels` finds."""
 
     @property
     def name(self) -> str:
@@ -55,7 +57,7 @@ class PromptCodec:
             dense: a pass with full attention over the prompt, and over more than it.
             length: tokens of the prompt. Nothing that follows them counts; what is returned of
                 it is no one's.
-            artefacts: arrays by layer: `ROPE_FREQUENCY`, and those of `from_weights`.
+            artefacts: arrays by layer: `ROPE_FREQUENCY`, and those of `artefacts`.
         """
 
         def of_layer(part):
