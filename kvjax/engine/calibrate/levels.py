@@ -180,14 +180,22 @@ def fitted(
         value, counts = value_scaled(v)
         inner = np.abs(scaled) <= 1
         kinds = (
-            (scaled[inner], weighed.k_weight[layer][inner]),
-            (value[counts], weighed.v_weight[layer][counts]),
+            ordered(scaled[inner], weighed.k_weight[layer][inner]),
+            ordered(value[counts], weighed.v_weight[layer][counts]),
         )
         for bits, found in levels.items():
             found.append(np.stack([k_means(x, weight, 1 << bits) for x, weight in kinds]))
         norms.append([q_norm(x, own) for (x, _), own in zip(kinds, levels[2][-1])])
     arrays = {KEY_RANGE: ranges, NORM: norms, **{LEVELS[bits]: levels[bits] for bits in LEVELS}}
     return {name: np.asarray(x, np.float32) for name, x in arrays.items()}
+
+
+def ordered(
+    x: Float[np.ndarray, " n"], weight: Float[np.ndarray, " n"]
+) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """Numbers in ascending order, and their weights; fast where they are in order already."""
+    order = np.argsort(x, kind="stable")
+    return x[order], weight[order].astype(np.float64)
 
 
 def key_range(k: Float[np.ndarray, "N c"]) -> tuple[np.ndarray, np.ndarray]:
@@ -219,17 +227,16 @@ def k_means(
     A level that is nearest to none, or to what has no weight, stays where it is. Where nothing has
     any, all weigh alike.
     """
-    order = np.argsort(x, kind="stable")
-    ordered, weights = x[order], weight[order].astype(np.float64)
+    x, weights = ordered(x, weight)
     if not weights.sum() > 0:
         weights = np.ones_like(weights)
     mass = np.concatenate([[0], np.cumsum(weights)])
-    moment = np.concatenate([[0], np.cumsum(weights * ordered)])
+    moment = np.concatenate([[0], np.cumsum(weights * x)])
     shares = (2 * np.arange(levels) + 1) / (2 * levels) * mass[-1]
-    centres = ordered[np.minimum(np.searchsorted(mass[1:], shares), len(ordered) - 1)]
+    centres = x[np.minimum(np.searchsorted(mass[1:], shares), len(x) - 1)]
     for _ in range(steps):
         middles = (centres[1:] + centres[:-1]) / 2
-        ends = np.concatenate([[0], np.searchsorted(ordered, middles, "right"), [len(ordered)]])
+        ends = np.concatenate([[0], np.searchsorted(x, middles, "right"), [len(x)]])
         own = np.diff(mass[ends])
         mean = np.diff(moment[ends]) / np.where(own > 0, own, 1)
         # Rounded sums could put equal levels in the wrong order.
