@@ -12,11 +12,13 @@ it was.
     kvjax calibrate --weights ./Qwen3-8B --import ./KVzap-mlp-Qwen3-8B    # a published one
     kvjax calibrate --heads         # which heads look things up, for razor-attention and compresskv
     kvjax calibrate --trainings 3   # a choice that is the mean of three trainings
+    kvjax calibrate --levels        # levels of keys and values by gradients, for kvquant4c, …
     kvjax calibrate --loads         # what heads keep, by which --tensor-parallel deals them
     kvjax calibrate --weights ./Llama-3.1-70B-Instruct --tensor-parallel 8
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -55,6 +57,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the load of heads alone, anew, by which they are dealt to several devices; the file "
         "has to be there, and keeps what else it has",
+    )
+    how.add_argument(
+        "--levels",
+        action="store_true",
+        help="levels and ranges of keys and values alone, for kvjax evaluate --kv-dtype kvquant4c, "
+        "kvquant3c, kvquant2c; the file keeps what else it has",
     )
     how.add_argument("--texts", type=int, help="texts at most (all)")
     how.add_argument(
@@ -99,27 +107,30 @@ def run(options: argparse.Namespace) -> int:
     out = options.out
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"there is no folder {out.absolute().parent}: make it, or choose another")
+    alone = [f"--{name}" for name in ("heads", "loads", "levels") if getattr(options, name)]
     if options.published is not None:
         if options.data is not None or options.plot is not None:
             raise UserError("--import takes what is there: give no --data and no --plot with it")
-        if options.heads or options.loads:
-            other = "--heads" if options.heads else "--loads"
-            raise UserError(f"--import and {other} write different arrays: give one of them")
+        if alone:
+            raise UserError(f"--import and {alone[0]} write different arrays: give one of them")
         with Progress() as progress:
             return take(options, progress)
+    if len(alone) > 1:
+        raise UserError(f"{alone[0]} and {alone[1]} write different arrays: give one of them")
     if options.heads:
-        if options.loads:
-            raise UserError("--heads and --loads write different arrays: give one of them")
         if options.data is not None or options.plot is not None:
             raise UserError("--heads has prompts of its own: give no --data and no --plot with it")
         with Progress() as progress:
             return find_heads(options, progress)
-    if options.loads and options.plot is not None:
-        raise UserError("--loads fits nothing: give no --plot with it")
+    if alone and options.plot is not None:
+        raise UserError(f"{alone[0]} fits nothing: give no --plot with it")
     texts = _texts(options)
     if options.loads:
         with Progress() as progress:
             return find_loads(options, settings, texts, progress)
+    if options.levels:
+        with Progress() as progress:
+            return find_levels(options, settings, texts, progress)
     with Progress() as progress:
         return calibrate(options, settings, texts, progress)
 
@@ -206,6 +217,33 @@ def find_loads(options, settings, texts: list[str], progress: Progress) -> int:
     found.with_arrays({HEAD_LOAD: loads}, {"loads": _source(options)}).save(out)
     progress.clear()
     print(f"for --tensor-parallel: {out}", file=sys.stderr)
+    return 0
+
+
+def find_levels(options, settings, texts: list[str], progress: Progress) -> int:
+    """Load the model, find its levels, and write them beside what the file has already."""
+    from kvjax.cache.calibration import Calibration
+    from kvjax.engine.calibrate.levels import TEXTS, digest_of, levels_of
+    from kvjax.engine.calibrate.run import chosen_prompts
+
+    model, dtype = load_chosen_model(options, progress)
+    out = options.out or Path(f"{model.config.name}.safetensors")
+    arrays, recipe = {}, {"model": model.config.name, "dtype": dtype}
+    if out.exists():
+        found = Calibration.load(out)
+        found.check(model.fingerprint, model.config.num_layers)
+        arrays, recipe = dict(found.arrays), dict(found.recipe)
+    prompts = chosen_prompts(model, texts, dataclasses.replace(settings, fitted=TEXTS))
+    arrays |= levels_of(model, prompts, TimeLeft(progress))
+    made_of = {
+        "levels": _source(options),
+        "levels_data": digest_of(prompts),
+        "levels_texts": str(len(prompts)),
+        "levels_tokens": str(settings.tokens),
+    }
+    Calibration(arrays, model.fingerprint, {**recipe, **made_of}).save(out)
+    progress.clear()
+    print(f"for kvquant4c, kvquant3c and kvquant2c: {out}", file=sys.stderr)
     return 0
 
 

@@ -107,8 +107,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what keys and values are stored in, each type in turn: float32, bfloat16, float16, "
         "int8, k5v4, k5v3.6, int4 and what else kvjax decode --kv-dtype has; with --methods full "
         "what stores a prompt as a whole: kcvt4, kcvt3, kivi2, gear4, gear2, mikv8, mikv4, "
-        "zipcache, kvquant4, kvquant3, kvquant2, rotatekv4, rotatekv2, minicache, xkv, "
-        "xquant4, xquant2 (that of the weights)",
+        "zipcache, kvquant4, kvquant3, kvquant2, kvquant4c, kvquant3c, kvquant2c (calibrated), "
+        "rotatekv4, rotatekv2, minicache, xkv, "
+        "xquant4, xquant3, xquant2, xquantcl4, xquantcl3, xquantcl2 (that of the weights)",
     )
     add_row_options(parser, what, usual=USUAL, target_tokens=64)
     what.add_argument(
@@ -212,6 +213,7 @@ def evaluate(
 
     from kvjax.cache import get_method
     from kvjax.cache.config import CALIBRATED
+    from kvjax.engine.calibrate.shelf import find
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.engine.draft import Draft
     from kvjax.engine.key_similarity import measured
@@ -235,6 +237,10 @@ def evaluate(
         ]
     named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
     calibration = chosen_calibration(options, model, named, progress)
+    if calibration is None and options.calibration == "auto":
+        # Making one is for methods: it has no levels.
+        codecs = (v.prompt_codec for v in variants)
+        calibration = find(model) if any(c and c.calibrated for c in codecs) else None
     artefacts = {} if calibration is None else calibration.on_device()
     artefacts |= measured(model, named, artefacts)
     evaluator = Evaluator(model, config, artefacts)
@@ -272,6 +278,8 @@ def evaluate(
         settings["draft"] = options.draft
     if calibration is not None:
         settings["calibration"] = calibration.recipe.get("data", "")
+        if "levels_data" in calibration.recipe:
+            settings["levels"] = calibration.recipe["levels_data"]
     limit = f"{evaluator.limit} tokens"
     if paper is not None:
         settings["paper"], limit = paper.name, f"the paper's, or than {limit} with their answer"

@@ -170,7 +170,7 @@ class Cut:
             "kvs": int(kept.sum()),
             "blocks": blocks,
             "bytes_full": run.evaluator.spec.full_bytes(self.cut),
-            "bytes": admitted.variant.held_bytes(spec, self.cut, blocks),
+            "bytes": admitted.variant.held_bytes(spec, run.model.config, self.cut, blocks),
             "shortfall": admitted.shortfall,
             "recall": told.rounded(recall.mean()) if len(self.chunk) else None,
             "recall_by_layer": [told.rounded(share) for share in recall]

@@ -117,6 +117,13 @@ class Evaluator:
         """
         for variant in dict.fromkeys(v for variants in jobs.values() for v in variants):
             variant.check(self.spread.devices)
+            codec = variant.prompt_codec
+            for array in codec.calibrated if codec else ():
+                if array not in self.artefacts:
+                    raise UserError(
+                        f"{variant.cache_dtype} reads the calibrated array {array}: give "
+                        "--calibration a file of `kvjax calibrate --levels`"
+                    )
         for name in dict.fromkeys(v.method for variants in jobs.values() for v in variants):
             self.spread.check_method(get_method(name))
             for array in get_method(name).artefacts:

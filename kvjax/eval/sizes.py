@@ -8,6 +8,7 @@ from kvjax.cache import CacheSpec, as_codec, budget_blocks, cache_cap
 from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval.prompt_codecs import PROMPT_CODECS, PromptCodec
+from kvjax.eval.prompt_codecs.base import ModelShape
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import activation_dtype
 
@@ -53,18 +54,19 @@ class Variant:
                 "share: give --tensor-parallel 1"
             )
 
-    def held_bytes(self, spec: CacheSpec, tokens: int, blocks: int) -> int:
+    def held_bytes(self, spec: CacheSpec, model: ModelShape, tokens: int, blocks: int) -> int:
         """Bytes that are held of a prompt, with the numbers beside each KV.
 
         Args:
             spec: of the cache.
+            model: whose KVs it holds.
             tokens: of the prompt.
             blocks: that are held of them, over all heads.
         """
         codec = self.prompt_codec
         if codec is None:
             return blocks * spec.block_bytes + spec.window_bytes
-        return codec.stored_bytes(spec, tokens) + spec.heads * tokens * spec.number_bytes
+        return codec.stored_bytes(model, tokens) + spec.heads * tokens * spec.number_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,10 @@ from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cli import main_of
 from kvjax.cli.main import run_command
 from kvjax.engine.calibrate.generated import generated_text
+from kvjax.engine.calibrate.levels import KEY_RANGE
 
 CALIBRATE = functools.partial(run_command, "calibrate")
+EVALUATE = functools.partial(run_command, "evaluate")
 DECODE = functools.partial(run_command, "decode")
 
 
@@ -117,6 +119,9 @@ def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content
         (["--loads", "--import", "/nowhere"], "--import and --loads write different arrays"),
         (["--loads", "--heads"], "--heads and --loads write different arrays"),
         (["--loads", "--plot", "x.png"], "--loads fits nothing"),
+        (["--levels", "--loads"], "--loads and --levels write different arrays"),
+        (["--levels", "--import", "/nowhere"], "--import and --levels write different arrays"),
+        (["--levels", "--plot", "x.png"], "--levels fits nothing"),
         (["--tensor-parallel", "0"], "tensor_parallel 0"),
         (["--tensor-parallel", "2"], "this process has 1 of kind cpu; give at most 1"),
         (["--kv-replicas", "2"], "kv_replicas 2 with tensor_parallel 1"),
@@ -152,6 +157,33 @@ def test_retrieval_heads_beside_what_a_file_has(tiny_folder, tmp_path, capsys):
     Calibration(other, "another", {}).save(out)
     assert main_of(CALIBRATE, command) == 2
     assert "calibrate this one" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_levels_beside_what_a_file_has(tiny_folder, data, tmp_path, capsys):
+    out = tmp_path / "levels.safetensors"
+    command = ["--weights", str(tiny_folder), "--levels", "--data", str(data), "--out", str(out)]
+    assert main_of(CALIBRATE, [*command, "--tokens", "100", "--texts", "4"]) == 0
+    assert "for kvquant4c" in capsys.readouterr().err
+    first = Calibration.load(out)
+    assert first.recipe["levels_tokens"] == "100"
+    other = {"mine": np.ones((len(first.arrays[KEY_RANGE]), 3), np.float32)}
+    Calibration(other, first.model_hash, {"source": "mine"}).save(out)
+    assert main_of(CALIBRATE, [*command, "--tokens", "100", "--texts", "4"]) == 0
+    found = Calibration.load(out)
+    assert sorted(found.arrays) == sorted([*other, *first.arrays])
+    for name, array in first.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array, rtol=1e-4, atol=1e-5)
+    assert found.recipe["source"] == "mine"
+    assert found.recipe["levels_data"] == first.recipe["levels_data"]
+    # What stores prompts by them takes it, and says what to do without it.
+    rows = ["--weights", str(tiny_folder), "--tasks", "passkey", "--rows", "1", "--length", "300"]
+    rows += ["--methods", "full", "--kv-dtype", "kvquant4c", "--out", str(tmp_path / "rows.jsonl")]
+    rows += ["--no-answers", "--free-tokens", "0", "--calibration"]
+    assert main_of(EVALUATE, [*rows, str(out)]) == 0
+    capsys.readouterr()
+    assert main_of(EVALUATE, [*rows, "auto"]) == 2
+    assert "`kvjax calibrate --levels`" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_long_texts_are_cut_into_pieces(data, monkeypatch):

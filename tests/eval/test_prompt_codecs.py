@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache import CacheSpec, as_codec
+from kvjax.cache import as_codec
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.store.named import OF_PROMPTS
+from kvjax.engine.calibrate.levels import KEY_RANGE, LEVELS, NORM, Weighed, fitted, levels_of
 from kvjax.engine.dense import DensePass, dense_pass
 from kvjax.errors import UserError
 from kvjax.eval import passes
@@ -23,6 +24,7 @@ from kvjax.eval.prompt_codecs.codes import in_codes
 from kvjax.eval.prompt_codecs.gear import Gear, start
 from kvjax.eval.prompt_codecs.kivi import KeysByChannel
 from kvjax.eval.prompt_codecs.kvquant import KVQuant, k_means
+from kvjax.eval.prompt_codecs.kvquant_calibrated import CalibratedKVQuant
 from kvjax.eval.prompt_codecs.mikv import MiKV
 from kvjax.eval.prompt_codecs.minicache import MiniCache
 from kvjax.eval.prompt_codecs.rotatekv import RotateKV
@@ -34,6 +36,7 @@ from kvjax.eval.prompt_codecs.xquant import (
     VALUE_OUTPUT,
     XQuant,
 )
+from kvjax.eval.prompt_codecs.xquant_cl import INPUT, OUTPUT, XQuantCL
 from kvjax.eval.prompt_codecs.zipcache import ZipCache, drawn
 from kvjax.eval.prompt_rows import PromptRows
 from kvjax.eval.sizes import EvaluatorConfig, Variant
@@ -138,6 +141,56 @@ def test_kvquant_has_levels_of_its_own():
     assert_same(through(KVQuant()), oracle.kvquant(k, v, frequency, 3, 5), (k, v))
 
 
+@functools.cache
+def calibrated() -> dict[str, np.ndarray]:
+    """Levels of numbers like the prompt's, whose middle tokens count most."""
+    _, k, v, _, frequency = exact()
+    k = oracle.turned(k, frequency, back=True)
+    k, v = (x[:, 1:].reshape(LAYERS, LENGTH - 1, -1) for x in (k, v))
+    k = 0.8 * (k - k.mean(axis=1, keepdims=True)) + k.mean(axis=1, keepdims=True)
+    weight = np.exp(-np.abs(np.arange(LENGTH - 1) - 20) / 5)[:, None] * np.ones(k.shape)
+    return fitted(Weighed(k, v, weight, weight))
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_kvquant_of_calibrated_levels(bits):
+    _, k, v, _, frequency = exact()
+    arrays = calibrated()
+    found = through(CalibratedKVQuant(bits=bits, outliers=40), **arrays)
+    norm = arrays[NORM] if bits == 2 else None
+    want = oracle.kvquant_calibrated(
+        k, v, frequency, arrays[KEY_RANGE], arrays[LEVELS[bits]], norm, 40
+    )
+    assert_same(found, want, (k, v))
+
+
+def test_q_norm_restores_the_deviation():
+    """Of values between their ends, which levels by k-means draw together."""
+    _, _, v, *_ = exact()
+    arrays = calibrated()
+    plain = {**arrays, NORM: np.broadcast_to([1.0, 0], arrays[NORM].shape).astype(np.float32)}
+    spread = [through(CalibratedKVQuant(bits=2), **each)[1].std() for each in (arrays, plain)]
+    assert spread[1] < spread[0]
+    assert abs(spread[0] - v.std()) < abs(spread[1] - v.std())
+
+
+def test_calibrated_arrays_have_to_be_there(tiny_model):
+    evaluator = Evaluator(tiny_model, EvaluatorConfig(block_size=4, num_slots=1, free_tokens=0))
+    said = r"^kvquant4c reads the calibrated array kvquant_key_range: [^\n]*calibrate --levels`$"
+    variant = Variant("full", 1.0, "kvquant4c")
+    with pytest.raises(UserError, match=said):
+        run_row(evaluator, make_row(), ["chat"], [variant])
+    prompts = [np.arange(start, start + 60) % 256 for start in (3, 90)]
+    arrays = levels_of(tiny_model, prompts)
+    evaluator = Evaluator(
+        tiny_model,
+        EvaluatorConfig(block_size=4, num_slots=1, free_tokens=0),
+        {name: jnp.asarray(x) for name, x in arrays.items()},
+    )
+    results = run_row(evaluator, make_row(), ["chat"], [variant])
+    assert 0 < results["chat", variant.label, 1.0]["kl"] < 0.1
+
+
 @pytest.mark.parametrize(("bits", "shape"), [(2, ()), (4, THREE)])
 def test_rotatekv_turns_sorts_and_keeps_sinks(bits, shape):
     _, k, v, hidden, frequency = exact(*shape)
@@ -192,15 +245,74 @@ def test_xquant_rebuilds_keys_and_values(tiny_model):
     assert_same([np.asarray(x)[:, :LENGTH] for x in found], want, (k, v))
 
 
-def test_xquant_refuses_keys_that_are_normalised():
-    config = dataclasses.replace(TINY, family="qwen3")
-    model = LoadedModel(config, init_params(config, "float32", seed=0), ByteTokenizer(), "dummy")
-    with pytest.raises(UserError, match=r"^xquant4 rebuilds keys .* tiny normalises them: [^\n]*$"):
-        XQuant().from_weights(model)
+def tiny_of(**changes) -> LoadedModel:
+    config = dataclasses.replace(TINY, **changes)
+    return LoadedModel(config, init_params(config, "float32", seed=3), ByteTokenizer(), "dummy")
+
+
+@functools.cache
+def pass_of(heads: int) -> tuple[LoadedModel, DensePass]:
+    """A model with so many KV heads, and its pass over a prompt."""
+    model = tiny_of(num_kv_heads=heads)
+    tokens = np.random.default_rng(0).integers(0, 256, TOKENS).astype(np.int32)
+    run = jax.jit(functools.partial(dense_pass, model.config))
+    return model, run(model.params, tokens, np.zeros(1, np.int32))
+
+
+def weights_of(model: LoadedModel) -> np.ndarray:
+    """[L, D, 2 · H · d], of keys and then of values, in float64."""
+    layers: Any = model.params["layers"]
+    weight = np.asarray(layers["qkv"][...], np.float64)
+    parts = [weight[..., at, :].reshape(*weight.shape[:2], -1) for at in (-2, -1)]
+    return np.concatenate(parts, axis=-1)
+
+
+@pytest.mark.parametrize(("heads", "rank"), [(1, 16), (2, 24)])
+def test_xquant_cl_adds_up_differences_of_layers(heads, rank):
+    """Those of a subspace where it is narrower than what enters attention, else all of them."""
+    model, dense = pass_of(heads)
+    codec = XQuantCL(bits=2, group=12, first=1)
+    made = codec.from_weights(model)
+    inner, outer = (np.asarray(made[name], np.float64) for name in (INPUT, OUTPUT))
+    weight = weights_of(model)
+    assert inner.shape == (3, 24, rank)
+    np.testing.assert_allclose(inner.swapaxes(1, 2) @ inner, [np.eye(rank)] * 3, atol=1e-5)
+    np.testing.assert_allclose(inner @ outer, weight, atol=1e-5)
+    assert (rank < 24) or (inner == np.eye(24)).all()
+    call = jax.jit(functools.partial(passes.through_codec, codec))
+    found = call(dense, jnp.int32(LENGTH), {**rope_artefacts(model.config), **made})
+    frequency = np.asarray(rope_artefacts(model.config)[ROPE_FREQUENCY][0])
+    k, v, hidden = (np.asarray(x, np.float64)[:, :LENGTH] for x in (dense.k, dense.v, dense.hidden))
+    want = oracle.xquant_cl(hidden, inner, weight, frequency, 2, 12, 1, k.shape[1:])
+    assert_same([np.asarray(x)[:, :LENGTH] for x in found], want, (k, v))
+
+
+def test_xquant_cl_does_not_add_up_what_codes_lose():
+    """Each layer's loss is that of its own codes: with many bits in it next to none, whatever
+    those before it have lost."""
+    model, dense = pass_of(1)
+    coarse, fine = XQuantCL(bits=2, first=0), XQuantCL(bits=12, first=0)
+    made = {**rope_artefacts(model.config), **coarse.from_weights(model)}
+    entering = jnp.concatenate([dense.hidden[:1], dense.hidden[:1], dense.hidden[2:]])
+    errors = []
+    for codec in (coarse, fine):
+        call = jax.jit(functools.partial(passes.through_codec, codec))
+        k, v = call(dataclasses.replace(dense, hidden=entering), jnp.int32(LENGTH), made)
+        errors.append([
+            np.abs(np.asarray(x - y)).max(axis=(1, 2, 3)) for x, y in ((k, dense.k), (v, dense.v))
+        ])  # fmt: skip
+    assert (np.max(errors[1], axis=0) < 0.01 * np.min(errors[0])).all()
+
+
+@pytest.mark.parametrize("codec", [XQuant(), XQuantCL()])
+def test_xquant_refuses_keys_that_are_normalised(codec):
+    said = rf"^{codec.name} rebuilds keys .* tiny normalises them: give kvquant4$"
+    with pytest.raises(UserError, match=said):
+        codec.from_weights(tiny_of(family="qwen3"))
 
 
 def assert_bytes(name: str, length: int, want: int) -> None:
-    shape = CacheSpec(4, 2, 16, as_codec("float32", "float32"))
+    shape = dataclasses.replace(TINY, num_layers=4, head_dim=16, hidden_size=80)
     assert PROMPT_CODECS[name].stored_bytes(shape, length) == want, name
 
 
@@ -221,6 +333,9 @@ def test_bytes_counted_by_hand():
     # 99 tokens: per channel, and per token, two outliers of three bytes and a range.
     of_three = 2 * 99 * 32 * 3 // 8 + (32 + 99) * (2 * 3 + 4) + 2 * 8 * 2 + 2 * 32 * 2
     assert_bytes("kvquant3", 100, 4 * of_three)
+    # 99 tokens: two outliers of a key and of a value, and a value's range.
+    of_three = 2 * 99 * 32 * 3 // 8 + 99 * (2 * 2 * 3 + 4) + 2 * 32 * 2
+    assert_bytes("kvquant3c", 100, 4 * of_three)
     # 20 sinks with an index, and the order of 32 channels.
     assert_bytes("rotatekv2", 100, 4 * (80 * 2 * (8 + 4) + 20 * (2 * 64 + 1) + 32))
     assert_bytes("rotatekv4", 300, 4 * (280 * 2 * (16 + 4) + 20 * (2 * 64 + 2) + 32))
@@ -231,6 +346,12 @@ def test_bytes_counted_by_hand():
     # Three layers in four bits; 100 tokens are one group.
     assert_bytes("xquant2", 100, 3 * codes + codes // 2 + 4 * 4 * (32 + 100))
     assert_bytes("xquant4", 300, 4 * (3 * codes + 4 * (3 * 32 + 300)))
+    # As many codes, and the ends of 64 differences of a token.
+    assert_bytes("xquantcl2", 100, 3 * codes + codes // 2 + 4 * 4 * 100)
+    assert_bytes("xquantcl3", 100, 3 * codes + codes * 3 // 4 + 4 * 4 * 100)
+    # What enters attention is narrower than a key and a value of all heads.
+    assert TINY.hidden_size == 24
+    assert PROMPT_CODECS["xquantcl4"].stored_bytes(TINY, 100) == 3 * 100 * (12 + 4)
 
 
 NUMBERS = st.lists(st.floats(-100, 100, width=32), min_size=12, max_size=12)

@@ -291,3 +291,114 @@ def xquant(hidden, weights, frequency: np.ndarray, bits: int, group: int, first:
         part = by_token((x @ value_in)[:, None], width, group)[:, 0]
         found[1].append((part @ value_out).reshape(shape))
     return np.stack(found[0]), np.stack(found[1])
+
+
+def xquant_cl(
+    hidden, inner, weight, frequency: np.ndarray, bits: int, group: int, first: int, shape
+):
+    """Keys and values from sums of coded differences between layers of what enters attention.
+
+    Args:
+        hidden: [L, T, D].
+        inner: [L, D, r]: what differences are multiplied with, and back.
+        weight: [L, D, 2 · H · d], of keys and then of values.
+        frequency, bits, group, first, shape: as of `xquant`.
+    """
+    found, held = ([], []), np.zeros(hidden.shape[1:])
+    for layer, x in enumerate(hidden):
+        width = 4 if layer < first else bits
+        part = ((x - held) @ inner[layer])[:, None]
+        held = held + by_token(part, width, group)[:, 0] @ inner[layer].T
+        key, value = np.split(held @ weight[layer], 2, axis=1)
+        found[0].append(turned(key.reshape(shape), frequency))
+        found[1].append(value.reshape(shape))
+    return np.stack(found[0]), np.stack(found[1])
+
+
+def weighed_means(x: np.ndarray, weight: np.ndarray, count: int) -> np.ndarray:
+    """Levels of k-means by weight, from the numbers in the middles of equal shares of it on."""
+    x, weight = x[np.argsort(x)], weight[np.argsort(x)]
+    shares = [(2 * i + 1) / (2 * count) * np.cumsum(weight)[-1] for i in range(count)]
+    levels = np.array([next(x[j] for j in range(len(x)) if weight[: j + 1].sum() >= share - 1e-12)
+                       for share in shares])  # fmt: skip
+    for _ in range(50):
+        # Of equal levels the last one has what lies above it.
+        own = np.sum(x[:, None] > (levels[1:] + levels[:-1]) / 2, axis=1)
+        levels = np.array([
+            np.average(x[own == i], weights=weight[own == i]) if weight[own == i].sum() else
+            levels[i] for i in range(count)
+        ])  # fmt: skip
+    return levels
+
+
+def kvquant_levels(k, v, k_weight, v_weight, permille: int) -> dict:
+    """KVQuant's calibration: ranges of keys' channels, levels by bits, and Q-Norm's for 2.
+
+    Args:
+        k, v: [L, N, c] keys before RoPE and values of texts.
+        k_weight, v_weight: of each of their numbers.
+        permille: of a vector at either end, beyond its range.
+    """
+    found = {"range": [], "norm": [], 4: [], 3: [], 2: []}
+    for layer in range(len(k)):
+        low, high = (
+            np.array([np.percentile(channel, at) for channel in k[layer].T])
+            for at in (permille / 10, 100 - permille / 10)
+        )
+        found["range"].append([(low + high) / 2, (high - low) / 2])
+        scaled = (k[layer] - (low + high) / 2) / ((high - low) / 2)
+        keys = [(x, w) for x, w in zip(scaled.flat, k_weight[layer].flat) if -1 <= x <= 1]
+        values = []
+        for row, weights in zip(v[layer], v_weight[layer]):
+            ends = -(-len(row) * permille // 1000)
+            rest = np.argsort(row)[ends : len(row) - ends]
+            low, high = row[rest].min(), row[rest].max()
+            values += [((row[i] - (low + high) / 2) / ((high - low) / 2), weights[i]) for i in rest]
+        kinds = [np.array(kind).T for kind in (keys, values)]
+        for bits in (4, 3, 2):
+            found[bits].append([weighed_means(x, weight, 2**bits) for x, weight in kinds])
+        norms = []
+        for (x, _), levels in zip(kinds, found[2][-1]):
+            coded = nearest(x, levels)
+            scale = x.std() / coded.std()
+            norms.append([scale, x.mean() - scale * coded.mean()])
+        found["norm"].append(norms)
+    return {name: np.array(value) for name, value in found.items()}
+
+
+def kvquant_calibrated(k, v, frequency: np.ndarray, ranges, levels, norm, permille: int):
+    """KVQuant with what was calibrated: the first token exact, few outliers of every other one.
+
+    Args:
+        k, v, frequency: as above.
+        ranges: [L, 2, H · d], middle and half width of keys' channels before RoPE.
+        levels: [L, 2, 2^bits] of keys and of values.
+        norm: [L, 2, 2], scale and offset of what levels are read as; None without Q-Norm.
+        permille: of a token at either end that may be outliers.
+    """
+    before = turned(k, frequency, back=True)
+    keys, values = short(before), short(v)
+    for layer, t in np.ndindex(len(k), k.shape[1]):
+        if t == 0:
+            continue
+        scales, offsets = (1, 1), (0, 0)
+        if norm is not None:
+            scales, offsets = np.asarray(norm[layer]).T
+        row = before[layer, t].reshape(-1)
+        few = -(-len(row) * permille // 1000)
+        scaled = (row - ranges[layer, 0]) / ranges[layer, 1]
+        order = np.argsort(scaled)
+        kept = {i for i in order[:few] if scaled[i] < -1} | {
+            i for i in order[len(row) - few :] if scaled[i] > 1
+        }
+        read = nearest(scaled, levels[layer, 0]) * scales[0] + offsets[0]
+        read = read * ranges[layer, 1] + ranges[layer, 0]
+        for i in set(range(len(row))) - kept:
+            keys[layer, t].reshape(-1)[i] = read[i]
+        row = v[layer, t].reshape(-1)
+        rest = np.argsort(row)[few : len(row) - few]
+        low, high = row[rest].min(), row[rest].max()
+        middle, half = float(short((low + high) / 2)), float(short((high - low) / 2))
+        read = nearest((row[rest] - middle) / half, levels[layer, 1]) * scales[1] + offsets[1]
+        values[layer, t].reshape(-1)[rest] = read * half + middle
+    return turned(keys, frequency), values

@@ -46,12 +46,19 @@ OF_PROMPTS: Mapping[str, str] = {
     "kvquant4": "int4",
     "kvquant3": "int3.6",
     "kvquant2": "int2",
+    "kvquant4c": "int4",
+    "kvquant3c": "int3.6",
+    "kvquant2c": "int2",
     "rotatekv4": "int4",
     "rotatekv2": "int2",
     "minicache": "int8",
     "xkv": "int2",
     "xquant4": "int4",
+    "xquant3": "int3.6",
     "xquant2": "int2",
+    "xquantcl4": "int4",
+    "xquantcl3": "int3.6",
+    "xquantcl2": "int2",
 }
 """What stores whole prompts and is evaluated only (`kvjax.eval.prompt_codecs`), and the codec of a
 pool that is nearest in kind and bytes."""

@@ -13,11 +13,13 @@ from kvjax.eval.prompt_codecs.base import PromptCodec
 from kvjax.eval.prompt_codecs.gear import Gear
 from kvjax.eval.prompt_codecs.kivi import KCVT, KIVI, KeysByChannel
 from kvjax.eval.prompt_codecs.kvquant import KVQuant
+from kvjax.eval.prompt_codecs.kvquant_calibrated import CalibratedKVQuant
 from kvjax.eval.prompt_codecs.mikv import MiKV
 from kvjax.eval.prompt_codecs.minicache import MiniCache
 from kvjax.eval.prompt_codecs.rotatekv import RotateKV
 from kvjax.eval.prompt_codecs.xkv import XKV
 from kvjax.eval.prompt_codecs.xquant import XQuant
+from kvjax.eval.prompt_codecs.xquant_cl import XQuantCL
 from kvjax.eval.prompt_codecs.zipcache import ZipCache
 
 PROMPT_CODECS: Mapping[str, PromptCodec] = {
@@ -34,12 +36,19 @@ PROMPT_CODECS: Mapping[str, PromptCodec] = {
         KVQuant(bits=4),
         KVQuant(),
         KVQuant(bits=2),
+        CalibratedKVQuant(bits=4),
+        CalibratedKVQuant(),
+        CalibratedKVQuant(bits=2),
         RotateKV(bits=4),
         RotateKV(),
         MiniCache(),
         XKV(),
         XQuant(),
+        XQuant(bits=3),
         XQuant(bits=2),
+        XQuantCL(),
+        XQuantCL(bits=3),
+        XQuantCL(bits=2),
     )
 }
 """What --kv-dtype calls them. `kvjax.cache.store.named.OF_PROMPTS` refuses the same names

@@ -1,7 +1,7 @@
 """What stores a prompt's keys and values in a way that no pool of blocks can hold."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +16,13 @@ Rows = tuple[Float[Array, "*L T H d"], Float[Array, "*L T H d"]]
 """Keys and values of a layer, or of all, float32."""
 
 
+class ModelShape(KVShape, Protocol):
+    """What a model says of its KVs and of what they are made of."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptCodec:
     """How a prompt is stored, and what attention reads of it: a frozen, hashable value that passes
@@ -27,6 +34,8 @@ class PromptCodec:
 
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the arrays by layer that `layer` reads."""
+    calibrated: ClassVar[tuple[str, ...]] = ()
+    """Those of them that `kvjax calibrate --levels` finds."""
 
     @property
     def name(self) -> str:
@@ -48,7 +57,7 @@ class PromptCodec:
             dense: a pass with full attention over the prompt, and over more than it.
             length: tokens of the prompt. Nothing that follows them counts; what is returned of
                 it is no one's.
-            artefacts: arrays by layer: `ROPE_FREQUENCY`, and those of `from_weights`.
+            artefacts: arrays by layer: `ROPE_FREQUENCY`, and those of `artefacts`.
         """
 
         def of_layer(part):
@@ -65,6 +74,6 @@ class PromptCodec:
         """The same of a layer, whose keys and values are float32, with its part of `artefacts`."""
         raise NotImplementedError
 
-    def stored_bytes(self, shape: KVShape, length: int) -> int:
+    def stored_bytes(self, shape: ModelShape, length: int) -> int:
         """Bytes that are stored of a prompt of `length` tokens, in all layers and heads."""
         raise NotImplementedError

@@ -4,9 +4,9 @@ Section 3: keys before RoPE have a range by channel, values one by token (of all
 In each of these vectors 1 % of the numbers, half at either end, stays as it is and does not count;
 the others lie between −1 and 1 on 2^bits levels, by k-means, that all keys of a layer share, and
 all its values. The first token stays as it is. The paper calibrates levels and the keys' ranges on
-16 texts and weighs numbers by their gradients (Fisher). Here both come of the prompt itself, and
-nothing is weighed: what is stored has to say them, and they fit better than calibrated ones would.
-Lloyd's iteration begins at quantiles. Q-Norm is not there.
+16 texts and weighs numbers by their gradients (Fisher); so does `kvquant_calibrated.py`. Here both
+come of the prompt itself, and nothing is weighed: what is stored has to say them. Lloyd's iteration
+begins at quantiles. Q-Norm is not there.
 """
 
 import dataclasses
@@ -66,6 +66,16 @@ class KVQuant(PromptCodec):
         self, x: Float[Array, "T c"], coded: Bool[Array, " T"], axis: int
     ) -> Float[Array, "T c"]:
         """Numbers as they are stored; those along an axis share a range."""
+        inner, middle, half = self.ranges(x, coded, axis)
+        scaled = (x - middle) / half
+        levels = in_bfloat16(k_means(scaled, inner, 1 << self.bits, self.steps))
+        level = levels[jnp.searchsorted((levels[1:] + levels[:-1]) / 2, scaled)]
+        return jnp.where(inner, level * half + middle, in_bfloat16(x))
+
+    def ranges(
+        self, x: Float[Array, "T c"], coded: Bool[Array, " T"], axis: int
+    ) -> tuple[Bool[Array, "T c"], Array, Array]:
+        """Which numbers are coded, and middle and half width of what they lie in, by vector."""
         counts = jnp.broadcast_to(coded[:, None], x.shape)
         size = jnp.sum(counts, axis=axis, keepdims=True)
         ends = self.at_either_end(size)
@@ -74,11 +84,7 @@ class KVQuant(PromptCodec):
         low = jnp.min(jnp.where(inner, x, jnp.inf), axis, keepdims=True)
         high = jnp.max(jnp.where(inner, x, -jnp.inf), axis, keepdims=True)
         low, high = (jnp.where(jnp.isfinite(end), end, 0) for end in (low, high))
-        middle, half = in_bfloat16((low + high) / 2), in_bfloat16(divisor((high - low) / 2))
-        scaled = (x - middle) / half
-        levels = in_bfloat16(k_means(scaled, inner, 1 << self.bits, self.steps))
-        level = levels[jnp.searchsorted((levels[1:] + levels[:-1]) / 2, scaled)]
-        return jnp.where(inner, level * half + middle, in_bfloat16(x))
+        return inner, in_bfloat16((low + high) / 2), in_bfloat16(divisor((high - low) / 2))
 
     def stored_bytes(self, shape: KVShape, length: int) -> int:
         row, coded = shape.num_kv_heads * shape.head_dim, max(0, length - self.exact)

@@ -9,7 +9,7 @@ layers have 4 bits.
 Assumed: X U of keys has scales by channel, for 128 tokens each, X U of values by token, for 128
 channels at most. What is added to keys behind the product (a bias, RoPE) is exact. Keys that are
 normalised (Qwen3) do not follow from a difference of X, and are refused. X itself, for models whose
-queries share no heads, and XQuant-CL, differences of layers, are not there.
+queries share no heads, is not there. Differences of layers are in `xquant_cl.py`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from kvjax.cache.policy import Artefacts, LayerView
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned
@@ -58,21 +58,9 @@ class XQuant(PromptCodec):
         return f"xquant{self.bits}"
 
     def from_weights(self, model: LoadedModel) -> Artefacts:
-        layers: Any = model.params["layers"]
-        stacked = is_stacked(model.params)
-        each: list[Mapping[str, Any]] = (
-            [layers] if stacked else [layers[i] for i in range(model.config.num_layers)]
-        )
-        if "k_norm" in each[0]:
-            raise UserError(
-                f"{self.name} rebuilds keys from what enters attention, and {model.config.name} "
-                f"normalises them: give kvquant{self.bits}"
-            )
         found = {}
-        for at, names in ((-2, (KEY_INPUT, KEY_OUTPUT)), (-1, (VALUE_INPUT, VALUE_OUTPUT))):
-            parts = [whole(layer)[..., at, :] for layer in each]
-            weight = parts[0] if stacked else jnp.stack(parts)
-            weight = weight.reshape(*weight.shape[:2], -1).astype(jnp.float32)
+        weights = keys_and_values(model, self)
+        for weight, names in zip(weights, ((KEY_INPUT, KEY_OUTPUT), (VALUE_INPUT, VALUE_OUTPUT))):
             left, size, right = jnp.linalg.svd(weight, full_matrices=False)
             found |= dict(zip(names, (left, size[..., None] * right)))
         return found
@@ -109,6 +97,33 @@ class XQuant(PromptCodec):
         )
         scales = row * -(-length // self.group) + length * (row // group_size(row, self.group))
         return codes + shape.num_layers * scales * 2 * NUMBER
+
+
+def keys_and_values(
+    model: LoadedModel, codec: PromptCodec
+) -> tuple[Float[Array, "L D width"], Float[Array, "L D width"]]:
+    """The weights of keys and of values, all heads of a layer side by side, float32.
+
+    Raises:
+        UserError: the model normalises keys, so that they are no product of them.
+    """
+    layers: Any = model.params["layers"]
+    stacked = is_stacked(model.params)
+    each: list[Mapping[str, Any]] = (
+        [layers] if stacked else [layers[i] for i in range(model.config.num_layers)]
+    )
+    if "k_norm" in each[0]:
+        raise UserError(
+            f"{codec.name} rebuilds keys from what enters attention, and {model.config.name} "
+            f"normalises them: give kvquant{codec.name[-1]}"
+        )
+
+    def of(at: int) -> Array:
+        parts = [whole(layer)[..., at, :] for layer in each]
+        weight = parts[0] if stacked else jnp.stack(parts)
+        return weight.reshape(*weight.shape[:2], -1).astype(jnp.float32)
+
+    return of(-2), of(-1)
 
 
 def whole(layer: Mapping[str, Any]) -> Array:
