@@ -41,7 +41,8 @@ def _factor_inverted(gram: Float[Array, "*n m m"]) -> Float[Array, "*n m m"]:
 def _inverted(low: Float[Array, "*n m m"]) -> Float[Array, "*n m m"]:
     """The inverse of a triangular factor.
 
-    By blocks that double: [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]] (Higham, section 14.3).
+    By blocks that double: [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [−C⁻¹ B A⁻¹, C⁻¹]] (Higham, section
+    14.3).
     """
     size = low.shape[-1]
     half = 1 << (size - 1).bit_length() - 1 if size > 1 else 0
