@@ -8,7 +8,7 @@ from kvjax.checks import shown
 from kvjax.engine.parallel import check_method as check_on_devices
 from kvjax.engine.prefixes import settings_of
 from kvjax.engine.prompts import Prompt, token_ids
-from kvjax.engine.repeat import check_fits, request_tokens
+from kvjax.engine.repeat import check_fits, check_whole_fits, request_tokens
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError
@@ -44,7 +44,9 @@ def checked_request(
             f"the limit is {llm.max_len}: shorten the prompt or ask for fewer tokens"
         )
     budget = Request.budget_of(llm.model.config, compression, len(tokens), llm.config.block_size)
-    method = compression.resolved if budget is not None else METHODS["full"]
+    method = compression.resolved
+    if budget is None:
+        method = METHODS["full"] if method.pruner is None else method.whole
     request = Request(
         name, order, tokens, sampling, compression, method, budget,
         llm.plan.heads, llm.config.block_size, method.decode,
@@ -82,6 +84,8 @@ def check_method(llm: "LLM", request: Request) -> None:
         check_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
         asked = llm.worker.repeat_request
         llm.worker.repeat_request = asked or request_tokens(llm.model.tokenizer)
+    if method.pruner is not None:
+        check_whole_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
     window = getattr(method.scorer, "window", None)
     in_parts = request.length + request.remaining > llm.config.prefill_chunk
     if window is not None and in_parts and llm.config.prefill_chunk < 2 * window:

@@ -52,6 +52,15 @@ def check_fits(method: Method, length: int, scratch: int) -> None:
         )
 
 
+def check_whole_fits(method: Method, length: int, scratch: int) -> None:
+    """`check_fits` where a prompt has to run whole, since layers drop tokens of it."""
+    if length > scratch:
+        raise UserError(
+            f"method {method.name} prunes prompts that run whole: {length} tokens with those to "
+            f"generate, prefill_scratch is {scratch}; give a larger one, or another method"
+        )
+
+
 def repetitions(request: Sequence[int], prompt: np.ndarray, size: int = CHUNK) -> list[np.ndarray]:
     """What runs behind a prompt, one after the other: the request and a part of the prompt."""
     parts = max(1, -(-len(prompt) // size))
