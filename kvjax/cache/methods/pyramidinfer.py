@@ -61,6 +61,7 @@ class FromNewest(Scorer):
                     view.k,
                     query_position=jnp.where((at >= first) & (at < view.end), at, -1),
                     key_position=None if view.position is None else view.position.T,
+                    power=1,
                     query_weight=weight,
                 ),
                 axis=0,

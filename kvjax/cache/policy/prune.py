@@ -31,10 +31,10 @@ class Stage:
 class Plan:
     """How prompts of at most so many tokens run."""
 
-    rows: Int32[np.ndarray, "L+1 W+1"]
+    rows: Int32[np.ndarray, "l w"]
     """Tokens that each layer has of a prompt of 0 … W, and those that would come behind the last
     layer."""
-    recent: Int32[np.ndarray, " W+1"]
+    recent: Int32[np.ndarray, " w"]
     """Newest tokens of such a prompt, which stay."""
     stages: tuple[Stage, ...]
 
@@ -75,11 +75,12 @@ class Pruner:
     def num_recent(self, length: Int32[np.ndarray, "*n"] | int) -> Int32[np.ndarray, "*n"]:
         """Newest tokens of prompts of these lengths."""
         length = np.asarray(length)
-        return np.minimum(length, (length * self.recent).astype(np.int32) + 1).astype(np.int32)
+        share = np.asarray(length * self.recent).astype(np.int32)
+        return np.asarray(np.minimum(length, share + 1), np.int32)
 
     def rows(
         self, num_layers: int, length: Int32[np.ndarray, "*n"] | int
-    ) -> Int32[np.ndarray, "L+1 *n"]:
+    ) -> Int32[np.ndarray, "l *n"]:
         """Tokens that each layer has of prompts of these lengths, and the layer that there is not
         behind the last one."""
         recent = self.num_recent(length)
@@ -136,7 +137,7 @@ class Pruner:
 
 @functools.lru_cache(maxsize=64)
 def _plan(pruner: Pruner, num_layers: int, width: int) -> Plan:
-    lengths = np.arange(width + 1)
+    lengths = np.arange(width + 1, dtype=np.int32)
     rows, recent = pruner.rows(num_layers, lengths), pruner.num_recent(lengths)
     # A longer prompt may have fewer rows, where a shorter one's context is too short to be cut.
     most = np.minimum(-(-rows.max(axis=1) // GRAIN) * GRAIN, width)
