@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +164,7 @@ def test_layers_have_fewer_and_fewer_tokens(length, room, num_layers, last):
 )
 def test_sinks_and_the_newest_stay_in_order(seed, count, newest, goes):
     received = np.random.default_rng(seed).integers(0, 5, 160).astype(np.float32)
-    sizes = (np.int32(x) for x in (count, newest, count - goes))
+    sizes = (jnp.int32(x) for x in (count, newest, count - goes))
     stay = np.asarray(Pruner().stay(jnp.asarray(received), *sizes))
     assert ((stay >= 0) & (stay < 160)).all()
     stay = stay[: count - goes].tolist()
@@ -296,9 +297,10 @@ def test_what_does_not_go_with_it_is_refused(name, says):
 
 
 def test_a_pruner_that_cannot_be_is_refused():
-    for bad in ({"decay": 1.5}, {"recent": -1}, {"sinks": 65}, {"least": 0.5}):
-        with pytest.raises(UserError, match=next(iter(bad))):
-            Pruner(**bad)
+    bad: dict[str, Any] = {"decay": 1.5, "recent": -1, "sinks": 65, "least": 0.5}
+    for name, value in bad.items():
+        with pytest.raises(UserError, match=name):
+            Pruner(**{name: value})
 
 
 def test_prompts_that_do_not_run_whole_are_refused(model):

@@ -61,13 +61,12 @@ class Narrowing:
 
 
 def of_newest(p: Prompt) -> dict[tuple[int, int], np.ndarray]:
-    """What a whole prompt's newest tokens look at, the same in all heads of a layer."""
-    found = {}
-    for layer in range(p.layers):
-        attention = np.concatenate([p.attention[layer][g][None] for g in range(p.heads * p.group)])
-        value = looked_at(attention, recent(p.length)) * p.heads * p.group
-        found.update({(layer, head): value for head in range(p.heads)})
-    return found
+    """What a whole prompt's newest tokens look at, added up over the group of each head."""
+    newest = recent(p.length)
+    return {
+        (layer, head): looked_at(p.attention[layer][list(p.of_group(head))], newest) * p.group
+        for layer, head in p.names
+    }
 
 
 def keeps_narrowing(p: Prompt) -> Kept:
@@ -84,7 +83,8 @@ def keeps_narrowing(p: Prompt) -> Kept:
     low = max(1, -(-len(guarded) // p.block))
     blocks = webster(tokens, [low] * p.layers, [p.owned] * p.layers, p.cap_blocks * p.layers)
     values = of_newest(p)
-    return {
-        (layer, head): best(p, values[layer, head], guarded, blocks[layer])
-        for layer, head in p.names
-    }
+    mean = [
+        np.sum([values[layer, head] for head in range(p.heads)], axis=0)
+        for layer in range(p.layers)
+    ]
+    return {(layer, head): best(p, mean[layer], guarded, blocks[layer]) for layer, head in p.names}

@@ -36,37 +36,33 @@ AUTHORS = Pruner()
 
 @dataclasses.dataclass(frozen=True)
 class FromNewest(Scorer):
-    """Attention from the newest tokens over all heads: what a pruner goes by."""
+    """Attention from the newest tokens: what a pruner goes by."""
 
     pruner: Pruner = AUTHORS
 
-    across_heads: ClassVar[bool] = True
     over_gaps: ClassVar[bool] = True
 
     def __post_init__(self):
         check_a("pruner", self.pruner, Pruner)
 
     def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
-        given = view.from_newest
-        if given is None:
-            recent = jnp.floor(self.pruner.recent * view.end.astype(jnp.float32)) + 1
-            recent = jnp.minimum(recent.astype(jnp.int32), view.end)
+        shape = view.num_heads, view.k.shape[0]
+        if view.from_newest is not None:
+            return Scores(jnp.broadcast_to(view.from_newest / view.num_heads, shape))
+        recent = jnp.floor(self.pruner.recent * view.end.astype(jnp.float32)) + 1
+        recent = jnp.minimum(recent.astype(jnp.int32), view.end)
+        at = view.query_position
+        given = window_metrics(
+            view.q,
+            view.k,
+            query_position=jnp.where((at >= view.end - recent) & (at < view.end), at, -1),
+            key_position=None if view.position is None else view.position.T,
+            power=1,
             # Of a chunk, those of them that are in it.
-            first = view.start + view.length - recent
-            weight = self.pruner.query_weight(view.length, recent, view.q.shape[0])
-            at = view.query_position
-            given = jnp.sum(
-                window_metrics(
-                    view.q,
-                    view.k,
-                    query_position=jnp.where((at >= first) & (at < view.end), at, -1),
-                    key_position=None if view.position is None else view.position.T,
-                    power=1,
-                    query_weight=weight,
-                ),
-                axis=0,
-            )
-        return Scores(jnp.broadcast_to(given, (view.num_heads, view.k.shape[0])))
+            query_weight=self.pruner.query_weight(view.length, recent, view.q.shape[0]),
+        )
+        # The mean over heads is the selector's, which tells apart what tokens they hold.
+        return Scores(jnp.sum(given.reshape(view.num_heads, -1, shape[1]), axis=1))
 
 
 @dataclasses.dataclass(frozen=True)

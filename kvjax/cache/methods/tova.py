@@ -5,7 +5,6 @@ here whole blocks go whenever the sequence is compressed, by the last step's att
 """
 
 import dataclasses
-from typing import ClassVar
 
 from kvjax.cache.policy.allocate import ByLayer
 from kvjax.cache.policy.attention import received
@@ -20,8 +19,6 @@ from kvjax.cache.policy.select import Selector
 @dataclasses.dataclass(frozen=True)
 class NewestQuery(AttentionScorer):
     """Mean attention of a group to the last query, or the last few."""
-
-    over_gaps: ClassVar[bool] = True
 
     window: int | None = 1
 
