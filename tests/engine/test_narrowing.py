@@ -311,6 +311,16 @@ def test_prompts_that_do_not_run_whole_are_refused(model):
         engine(model, CompressionConfig("pyramidinfer"), tensor_parallel=2)
 
 
+@pytest.mark.slow
+def test_warming_up_compiles_it(model):
+    llm = engine(model, CompressionConfig("pyramidinfer", rate=4))
+    llm.warm_up([LENGTH])
+    steps = set(llm.worker.compiled.seconds)
+    assert any(key.step == "prefill narrowing" for key in steps)
+    llm.generate(PROMPT, greedy(2))
+    assert set(llm.worker.compiled.seconds) == steps
+
+
 def test_it_shares_no_prefix(model):
     llm = engine(model, CompressionConfig(f"{NAME}:full"), share_prefix="always")
     outs = [llm.generate(PROMPT, greedy(2))[0] for _ in range(2)]
