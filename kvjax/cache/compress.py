@@ -139,6 +139,8 @@ def write_survivors(
     method: Method = PLAIN,
     *,
     artefacts: Artefacts = NOTHING,
+    token: Int32[Array, "L T"] | None = None,
+    rows: Int32[Array, " L"] | None = None,
 ) -> tuple[PagedCache, CompressReport, Bool[Array, ""]]:
     """Compress a prompt that stands in a contiguous scratch and write only what survives.
 
@@ -155,6 +157,8 @@ def write_survivors(
         keep_blocks: the budget in blocks.
         method: as in `compress`.
         artefacts: as in `compress`.
+        token: where layers lack tokens, which token each of a layer's rows is of, ascending.
+        rows: how many rows each layer has then, in place of `length`.
 
     Returns:
         The cache, what was evicted (G = 1), and ``ok``: False, and the cache unchanged, when the
@@ -170,8 +174,8 @@ def write_survivors(
     given = jnp.asarray(length, jnp.int32)
     empty = cache.seq_len[slot] == 0
     length = jnp.clip(given, 0, num_tokens)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    context_len = cache.of_heads(length)
+    row = jnp.arange(num_tokens, dtype=jnp.int32)
+    context_len = cache.of_heads(length if rows is None else rows[:, None])
     if not isinstance(scores, Scores):
         scores = Scores(scores)
     owned = blocks_for(context_len, b)
@@ -180,7 +184,7 @@ def write_survivors(
     )
     shape = (num_layers, cache.all_kv_heads, b)
     budget = Budget.of(keep, length, method.protected, method.protected_share, shape)
-    position = jnp.broadcast_to(token, scores.metric.shape)
+    position = jnp.broadcast_to(row if token is None else token[:, None], scores.metric.shape)
     seq_len = jnp.broadcast_to(length, heads)
     order, single = eviction_scores(
         method, scores.metric, scores.state, position, context_len, seq_len, budget.protected
@@ -200,16 +204,16 @@ def write_survivors(
             order, single, position, context_len, count, threshold, scores.query_heads, held_k
         ),
     )
-    kept = ~evicted & (token < context_len[..., None])
+    kept = ~evicted & (row < context_len[..., None])
     if method.merger is not None:
-        goes = evicted & (token < context_len[..., None])
+        goes = evicted & (row < context_len[..., None])
         if scores.queries is not None:
             artefacts = {**artefacts, PROMPT_QUERY: scores.queries}
         k, v = _merged(method.merger, artefacts, k, v, position, order, goes, kept, length)
     rank = jnp.where(kept, running_count(kept) - 1, num_tokens)
     at, head = layer[:, None, None], jnp.arange(num_heads)[:, None]
     kept_index = jnp.zeros((*heads, num_tokens), jnp.int32)
-    kept_index = kept_index.at[at, head, rank].set(jnp.broadcast_to(token, rank.shape), mode="drop")
+    kept_index = kept_index.at[at, head, rank].set(jnp.broadcast_to(row, rank.shape), mode="drop")
     cache, ok = write_prompt(
         cache,
         slot,
@@ -220,6 +224,7 @@ def write_survivors(
         kept_index=kept_index,
         kept_len=context_len - count,
         state=scores.state,
+        token=token,
     )
     return cache, CompressReport(jnp.sum(blocks)[None], shortfall[None]), ok
 

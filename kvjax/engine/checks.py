@@ -6,6 +6,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy.method import OF_THE_MODEL
 from kvjax.checks import shown
+from kvjax.engine.narrowing import check_whole_fits
 from kvjax.engine.parallel import check_method as check_on_devices
 from kvjax.engine.prefixes import settings_of
 from kvjax.engine.probe import check_fits
@@ -45,7 +46,9 @@ def checked_request(
             f"the limit is {llm.max_len}: shorten the prompt or ask for fewer tokens"
         )
     budget = Request.budget_of(llm.model.config, compression, len(tokens), llm.config.block_size)
-    method = compression.resolved if budget is not None else METHODS["full"]
+    method = compression.resolved
+    if budget is None:
+        method = METHODS["full"] if method.pruner is None else method.whole
     request = Request(
         name, order, tokens, sampling, compression, method, budget,
         llm.plan.heads, llm.config.block_size, method.decode,
@@ -90,6 +93,8 @@ def check_method(llm: "LLM", request: Request) -> None:
         if drafts and llm.draft is not None:
             # Its prompt may be prefilled again with all that it has generated.
             llm.draft.check(request.length + request.remaining, drafts)
+    if method.pruner is not None:
+        check_whole_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
     window = None if method.probed else getattr(method.scorer, "window", None)
     in_parts = request.length + request.remaining > llm.config.prefill_chunk
     if window is not None and in_parts and llm.config.prefill_chunk < 2 * window:

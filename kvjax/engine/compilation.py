@@ -15,6 +15,7 @@ from kvjax.models.hub import user_cache_dir
 
 StepName = Literal[
     "prefill",
+    "prefill narrowing",
     "prefill in scratch",
     "prefill in pool",
     "draft",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache import PagedCache, free_blocks, write_prompt, write_survivors
+from kvjax.cache import PagedCache, blocks_for, free_blocks, write_prompt, write_survivors
 from kvjax.cache.policy import Method
 from kvjax.engine.decode import LogProbs, SlotState, log_probs
 from kvjax.engine.prefill import PromptKV
@@ -115,10 +115,21 @@ def place(
     k, v, scores = prompt.k, prompt.v, prompt.scores
     if method is None:
         cache, ok = write_prompt(
-            cache, slot, k, v, scores.metric, prompt.length, state=scores.state
+            cache, slot, k, v, scores.metric, prompt.length, state=scores.state, **prompt.all_rows
         )
-        return cache, jnp.int32(0), jnp.int32(0), ok
+        return cache, _never(cache, prompt), jnp.int32(0), ok
     cache, report, ok = write_survivors(
-        cache, slot, k, v, scores, prompt.length, keep_blocks, method, artefacts=artefacts
+        cache, slot, k, v, scores, prompt.length, keep_blocks, method,
+        artefacts=artefacts, token=prompt.token, rows=prompt.rows,
+    )  # fmt: skip
+    return cache, report.freed[0] + _never(cache, prompt), report.shortfall[0], ok
+
+
+def _never(cache: PagedCache, prompt: PromptKV) -> Int32[Array, ""]:
+    """Blocks that a prompt does not take because some of its KVs were never computed."""
+    if prompt.rows is None:
+        return jnp.int32(0)
+    lacking = blocks_for(prompt.length, cache.block_size) - blocks_for(
+        prompt.rows, cache.block_size
     )
-    return cache, report.freed[0], report.shortfall[0], ok
+    return jnp.sum(lacking) * cache.num_kv_heads

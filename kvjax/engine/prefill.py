@@ -39,6 +39,25 @@ class PromptKV:
     v: Float[Array, "L T H d"]
     scores: Scores
     length: Int32[Array, ""]
+    token: Int32[Array, "L T"] | None = None
+    """Where layers lack tokens, which token each of a layer's rows is of, ascending; by default
+    row i is token i."""
+    rows: Int32[Array, " L"] | None = None
+    """How many rows each layer has then, in place of `length`."""
+
+    @property
+    def all_rows(self) -> dict[str, Array]:
+        """What `write_prompt` needs beside keys, values and scores, if layers lack tokens."""
+        if self.token is None or self.rows is None:
+            return {}
+        num_layers, num_rows, num_heads, _ = self.k.shape
+        shape = num_layers, num_heads, num_rows
+        index = jnp.arange(num_rows, dtype=jnp.int32)
+        return {
+            "kept_index": jnp.broadcast_to(index, shape),
+            "kept_len": jnp.broadcast_to(self.rows[:, None], shape[:2]),
+            "token": self.token,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,11 +142,11 @@ def settings_of(share: str, compression: CompressionConfig, method: Method) -> H
         method: what they lead to.
 
     Returns:
-        None where it shares nothing: a method that probes the prompt has to have all of it, one
-        that looks at the question keeps what answers the question it saw, not the next one, and one
-        that scores held KVs anew would do so in blocks of others.
+        None where it shares nothing: a method that probes or prunes the prompt has to have all of
+        it, one that looks at the question keeps what answers the question it saw, not the next one,
+        and one that scores held KVs anew would do so in blocks of others.
     """
-    if share == "never" or method.probed or method.rescored:
+    if share == "never" or method.probed or method.rescored or method.pruner is not None:
         return None
     if method.query_aware and share != "always":
         return None

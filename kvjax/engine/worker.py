@@ -190,8 +190,10 @@ class Worker:
                 return self.go_on(request, tokens, plan.start, plan.match.logits, plan.retains)
         length, chunk = len(tokens), self.config.prefill_chunk
         in_pool = length > self.config.prefill_scratch
-        if request.method.observer.query_heads and not in_pool:
-            # What each query head sees is measured of whole prompts only.
+        method = request.method
+        if (method.observer.query_heads or method.pruner is not None) and not in_pool:
+            # What each query head sees is measured of whole prompts only, and so is what goes on
+            # from layer to layer.
             chunk = self.config.prefill_scratch
         parts = -(-length // chunk)
         # As even as can be, so that the last chunk fills an observation window.
@@ -275,6 +277,9 @@ class Worker:
             key = StepKey("prefill in pool", observer, (bucket,))
             slot = np.int32(job.request.slot or 0)
             return self._call(key, (*common, self.cache, slot, tokens, length))
+        if (pruner := job.request.method.pruner) is not None:
+            key = StepKey("prefill narrowing", (observer, pruner), (bucket,))
+            return self._call(key, (*common[:2], pruner, *common[2:], tokens, length))
         if len(job.chunks) == 1:
             key = StepKey("prefill", observer, (bucket,))
             return self._call(key, (*common, tokens, length))
@@ -371,7 +376,9 @@ class Worker:
     def place_call(self, request: Request, prompt: Any, slot: int, keep: int | None) -> StepCall:
         method = request.method.eviction if request.compressed_first else None
         parts = None if method is None else method.parts
-        key = StepKey("place", parts, (prompt.k.shape[1],))
+        # What layers lack is an argument more.
+        narrowed = (1,) * (request.method.pruner is not None)
+        key = StepKey("place", parts, (prompt.k.shape[1], *narrowed))
         most = np.int32(NO_BUDGET if method is None or keep is None else keep)
         args = (method, self.artefacts, self.cache, prompt, most, np.int32(slot))
         return self._call(key, args)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.cache import get_method, write_prompt
 from kvjax.engine.decode import init_slots
+from kvjax.engine.insert import place
 from kvjax.engine.parallel import SAME
 from kvjax.engine.spread import by_heads
 from kvjax.engine.worker import NO_BUDGET
@@ -30,6 +31,9 @@ class _Admitted:
     variant: Variant
     select_seconds: float
     shortfall: int
+    prefill_seconds: float
+    logits: Any = None
+    """Behind the prompt, where its prefill is not the dense pass."""
 
 
 @dataclasses.dataclass
@@ -90,6 +94,8 @@ class Cut:
     def _admit(self, cache, slot: int, variant: Variant):
         run, evaluator = self.run, self.run.evaluator
         method, config = get_method(variant.method), evaluator.config
+        if method.pruner is not None:
+            return self._admit_narrowed(cache, slot, variant)
         scores, seconds = run.metric(method, self.cut)
         k, v, restoring = run.rows.of(variant, self.cut)
         cut, at = np.int32(self.cut), np.int32(slot)
@@ -110,7 +116,24 @@ class Cut:
             shortfall = int(short)
         if not ok:
             return cache, None
-        return cache, _Admitted(variant, seconds + restoring + took, shortfall)
+        took += seconds + restoring
+        return cache, _Admitted(variant, took, shortfall, run.prefill_seconds)
+
+    def _admit_narrowed(self, cache, slot: int, variant: Variant):
+        """A variant that prunes: of what its own prefill leaves."""
+        run, evaluator = self.run, self.run.evaluator
+        method, config = get_method(variant.method), evaluator.config
+        prompt, logits, seconds = run.narrowed(method, self.cut)
+        keep = kept_blocks(variant, self.cut, evaluator.heads, config)
+        chooses = method.eviction if keep != NO_BUDGET and method.compresses else None
+        args = (chooses, evaluator.artefacts, cache, prompt, np.int32(keep), np.int32(slot))
+        (cache, _, short, ok), took = evaluator._timed(
+            ("place", None if chooses is None else chooses.parts), place, *args,
+            out=(evaluator.spread.cache_spec, SAME, SAME, SAME), donate=(2,),
+        )  # fmt: skip
+        if not ok:
+            return cache, None
+        return cache, _Admitted(variant, took, int(short), seconds, logits)
 
     def score(self, cache, batch: list[_Admitted]):
         """Feed, teacher-force, decode; returns the emptied cache and the results."""
@@ -133,6 +156,9 @@ class Cut:
         fn = functools.partial(passes.teacher_force, evaluator.spread.config)
         teacher, seconds = evaluator._timed("teacher", fn, *args, out=passes.TEACHER)
         top = np.where(before, run.full_top, np.asarray(teacher.top))
+        for slot, admitted in enumerate(batch):
+            if admitted.logits is not None:
+                top[slot, run.predicted == self.cut - 1] = int(jnp.argmax(admitted.logits))
         cache, answers, decode_seconds = self._answers(cache, batch, teacher, top)
         cache = evaluator.emptied(cache, np.ones(slots, bool))
         nll, kl = np.asarray(teacher.nll), np.asarray(teacher.kl)
@@ -178,7 +204,7 @@ class Cut:
             else None,
             "kept": kept.tolist(),
             "seconds": {
-                "prefill": told.rounded(run.prefill_seconds),
+                "prefill": told.rounded(admitted.prefill_seconds),
                 "select": told.rounded(admitted.select_seconds),
                 **{name: told.rounded(value) for name, value in shared.items()},
             },

@@ -20,7 +20,9 @@ from kvjax.cache import CacheSpec, Method, get_method, release
 from kvjax.cache.policy import Observer, Scores
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.draft import Draft
+from kvjax.engine.narrowing import prefill_narrowing
 from kvjax.engine.parallel import SAME
+from kvjax.engine.prefill import PromptKV
 from kvjax.engine.spread import DENSE, Spread, by_heads
 from kvjax.errors import UserError
 from kvjax.eval import passes, told
@@ -258,6 +260,19 @@ class RowRun:
             seen, took = self._observed(method.observer, cut)
             return dataclasses.replace(scores, queries=seen.queries), seconds + took
         return self._observed(method.observer, cut)
+
+    def narrowed(self, method: Method, cut: int) -> tuple[PromptKV, Any, float]:
+        """What a method that prunes leaves of the prompt in its own prefill, the logits behind it,
+        and the seconds it took; once per pruner and observer."""
+        evaluator, key = self.evaluator, (method.observer, method.pruner)
+        if key not in self.metrics:
+            padded = np.zeros(bucket(cut, 128), np.int32)
+            padded[:cut] = self.everything[:cut]
+            fn = functools.partial(prefill_narrowing, evaluator.spread.config, *key)
+            args = (self.model.params, evaluator.artefacts, padded, np.int32(cut))
+            self.metrics[key] = evaluator._timed(("narrowing", key), fn, *args)
+        (prompt, logits), seconds = self.metrics[key]
+        return prompt, logits, seconds
 
     def _observed(self, observer: Observer, cut: int) -> tuple[Scores, float]:
         """`metric` of what prefill alone tells."""

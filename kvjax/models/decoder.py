@@ -5,7 +5,7 @@ and threads a carry (for instance the KV pool) through the layers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.kernels import device
 from kvjax.models.config import ModelConfig
 from kvjax.models.families import family_of
-from kvjax.models.family import Attend, Layer, Model, stored
+from kvjax.models.family import Attend, AttendSome, Layer, Model, stored
 from kvjax.models.rope import rope_angles
 
 
@@ -101,6 +101,67 @@ def _around_layers(config: ModelConfig, params: nnx.State) -> Model:
     return nnx.merge(_graphdefs(config)[0], nnx.State(own))
 
 
+Half = Callable[..., Any]
+"""`half(f, *xs)` is f of the model, a layer's weights and xs; f is one of the two halves below."""
+
+
+def _before(
+    config: ModelConfig, layer: nnx.State, x: Array, cos: Array, sin: Array
+) -> tuple[Array, ...]:
+    """What enters a layer's attention block; its queries, keys and values."""
+    module: Layer = nnx.merge(_graphdefs(config)[1], layer)
+    hidden = module.enter(config, x)
+    return hidden, *module.project(config, hidden, cos, sin)
+
+
+def _after(config: ModelConfig, layer: nnx.State, x: Array, attended: Array) -> Array:
+    """The residual stream behind a layer."""
+    return nnx.merge(_graphdefs(config)[1], layer).finish(config, x, attended)
+
+
+def _through[State](
+    config: ModelConfig,
+    params: nnx.State,
+    span: tuple[int, int],
+    step: Callable[[Half, Array, State], tuple[State, Any]],
+    state: State,
+) -> tuple[State, Any]:
+    """The state behind layers first … last − 1, and what `step` returned beside it, stacked."""
+    layers, (first, last) = cast(nnx.State, params["layers"]), span
+    numbers = jnp.arange(first, last, dtype=jnp.int32)
+    if is_stacked(params):
+        whole = span == (0, config.num_layers)
+
+        def body(state: State, inputs: tuple[Array, Any]) -> Any:
+            index, layer = inputs
+            if not whole:  # a slice of all weights would be a copy of them
+                layer = jax.tree.map(lambda w: w[index], layers)
+            return step(lambda f, *xs: f(config, layer, *xs), index, state)
+
+        return jax.lax.scan(body, state, (numbers, layers if whole else None))
+    each = [cast(nnx.State, layers[i]) for i in range(first, last)]
+    if chooses_layers(device.of().platform):
+
+        def choosing(state: State, index: Array) -> Any:
+            def half(f: Callable, *xs: Array) -> Any:
+                once = jax.jit(functools.partial(f, config))  # one trace serves every layer
+                branches = [functools.partial(once, one) for one in each]
+                return jax.lax.switch(index - first if first else index, branches, *xs)
+
+            return step(half, index, state)
+
+        return jax.lax.scan(choosing, state, numbers)
+
+    def split(layer: nnx.State, index: Array, state: State) -> Any:
+        return step(lambda f, *xs: f(config, layer, *xs), index, state)
+
+    run_split, collected = jax.jit(split), []
+    for i, one in enumerate(each, first):
+        state, aux = run_split(one, jnp.int32(i), state)
+        collected.append(aux)
+    return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
+
+
 def forward[Carry](
     config: ModelConfig,
     params: nnx.State,
@@ -133,55 +194,17 @@ def forward[Carry](
             "tokens and positions must have one shape [B, T], got "
             f"{tokens.shape} and {positions.shape}"
         )
-    model, graphdef = _around_layers(config, params), _graphdefs(config)[1]
-    layers = cast(nnx.State, params["layers"])
+    model = _around_layers(config, params)
     cos, sin = rope_angles(config, positions)
-    x = model.embed_tokens(config, tokens)
 
-    def before(layer: nnx.State, x: Array) -> tuple[Array, ...]:
-        module: Layer = nnx.merge(graphdef, layer)
-        hidden = module.enter(config, x)
-        return hidden, *module.project(config, hidden, cos, sin)
-
-    def after(layer: nnx.State, x: Array, attended: Array) -> Array:
-        return nnx.merge(graphdef, layer).finish(config, x, attended)
-
-    def run(half: Callable, index: Array, x: Array, carry: Carry) -> tuple[Array, Carry, Any]:
-        """A layer, where `half(f, *xs)` is f of its weights and xs."""
-        hidden, q, k, v = half(before, x)
+    def layer(half: Half, index: Array, state: tuple[Array, Carry]) -> Any:
+        x, carry = state
+        hidden, q, k, v = half(_before, x, cos, sin)
         carry, attended, aux = attend(carry, index, q, k, v, hidden)
-        return half(after, x, attended), carry, aux
+        return (half(_after, x, attended), carry), aux
 
-    def run_with(layer: nnx.State, *rest: Any) -> tuple[Array, Carry, Any]:
-        return run(lambda f, *xs: f(layer, *xs), *rest)
-
-    numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    if is_stacked(params):
-
-        def body(state: tuple[Array, Carry], inputs: tuple[Array, nnx.State]) -> Any:
-            x, carry, aux = run_with(inputs[1], inputs[0], *state)
-            return (x, carry), aux
-
-        (x, carry), aux = jax.lax.scan(body, (x, carry), (numbers, layers))
-    elif chooses_layers(device.of().platform):
-        each = [cast(nnx.State, layers[i]) for i in range(config.num_layers)]
-
-        def choosing(state: tuple[Array, Carry], index: Array) -> Any:
-            def half(f: Callable, *xs: Array) -> Any:
-                once = jax.jit(f)  # one trace serves every layer
-                return jax.lax.switch(index, [functools.partial(once, one) for one in each], *xs)
-
-            x, carry, aux = run(half, index, *state)
-            return (x, carry), aux
-
-        (x, carry), aux = jax.lax.scan(choosing, (x, carry), numbers)
-    else:
-        run_split = jax.jit(run_with)
-        collected = []
-        for i in range(config.num_layers):
-            x, carry, aux = run_split(cast(nnx.State, layers[i]), jnp.int32(i), x, carry)
-            collected.append(aux)
-        aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
+    state = model.embed_tokens(config, tokens), carry
+    (x, carry), aux = _through(config, params, (0, config.num_layers), layer, state)
     return model.last_hidden(config, x), carry, aux
 
 
@@ -190,6 +213,47 @@ def embedded(
 ) -> Float[Array, "T D"]:
     """Tokens as they enter the first layer."""
     return _around_layers(config, params).embed_tokens(config, tokens[None])[0]
+
+
+def forward_narrowing[Carry](
+    config: ModelConfig,
+    params: nnx.State,
+    tokens: Int[Array, "1 T"],
+    stages: Sequence[tuple[int, int]],
+    attend: AttendSome[Carry],
+    carry: Carry,
+) -> tuple[Float[Array, "1 t D"], Carry]:
+    """Runs all layers on the tokens of one sequence from position 0, of which some leave on the
+    way.
+
+    Args:
+        config: the model (static).
+        params: as of `forward`.
+        tokens: token ids.
+        stages: the first layer of each stage and how many rows it has: T, then fewer and fewer.
+            Layers of one stage are compiled for as many rows, however few of them count.
+        attend: attention of one layer, see `AttendSome`.
+        carry: threaded through the layers in order.
+
+    Returns:
+        The hidden states after the final norm of the rows that are left, and the last carry.
+    """
+    model = _around_layers(config, params)
+
+    def layer(half: Half, index: Array, state: tuple[Array, Array, Carry]) -> Any:
+        x, positions, carry = state
+        cos, sin = rope_angles(config, positions[None])
+        hidden, q, k, v = half(_before, x, cos, sin)
+        carry, attended, stay = attend(carry, index, positions, q, k, v, hidden)
+        x = half(_after, x, attended)
+        return (x[:, stay], positions[stay], carry), None
+
+    x, positions = model.embed_tokens(config, tokens), jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    ends = [first for first, _ in stages[1:]] + [config.num_layers]
+    for (first, width), end in zip(stages, ends, strict=True):
+        state = x[:, :width], positions[:width], carry
+        (x, positions, carry), _ = _through(config, params, (first, end), layer, state)
+    return model.last_hidden(config, x), carry
 
 
 def logits(

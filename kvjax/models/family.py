@@ -40,6 +40,28 @@ class Attend[Carry](Protocol):
     ) -> tuple[Carry, Array, Any]: ...
 
 
+@runtime_checkable
+class AttendSome[Carry](Protocol):
+    """Attention of a layer that has some tokens of one sequence, and which of them the next has.
+
+    As `Attend`, but: ``positions`` [T] i32 are those of the tokens; instead of ``aux`` it returns
+    ``stay`` [T] i32, the rows of the next layer, as indices. Of rows that are padding it may say
+    anything in range.
+    """
+
+    def __call__(
+        self,
+        carry: Carry,
+        layer: Array,
+        positions: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        hidden: Array,
+        /,
+    ) -> tuple[Carry, Array, Array]: ...
+
+
 @dataclass(frozen=True)
 class CheckpointTensor:
     """A tensor of a checkpoint that fills a parameter or a part of it.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.oracle.attention import softmax
+from tests.oracle.narrowing import looked_at, recent
 from tests.oracle.question_free import (
     calibrated,
     centred_row,
@@ -311,6 +312,9 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "a2sf-f20": all_queries(decay=0.2),
     "compresskv": every(semantic),
     "tova": every(lambda c, name, x: x.p[:, -1].mean(axis=0)),
+    "pyramidinfer": every(
+        lambda c, name, x: looked_at(x.p, min(recent(c.end), x.p.shape[1])) * len(x.p)
+    ),
     "scissorhands": every(often_important),
     "lazyeviction": every(hit_again),
     "streaming-llm": every(lambda c, name, x: x.at.astype(float)),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.oracle.narrowing import keeps_narrowing, of_newest
 from tests.oracle.question_free import (
     calibrated,
     centred,
@@ -107,6 +108,7 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "windowkv": keeps_shared(window_scores(32), protected=32),
     "windowkv-average": keeps_shared(window_scores(16, best=8), protected=16),
     "tova": keeps_shared(newest_query, protected=1),
+    "pyramidinfer": keeps_narrowing,
     "compresskv": keeps_shared(semantic, protected=8, layers_of=error_layers),
     "a2sf": keeps(forgetting(0.95), protected=16),
     "a2sf-f20": keeps(forgetting(0.2), protected=16),
@@ -222,6 +224,7 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "windowkv": window_scores(32),
     "windowkv-average": window_scores(16, best=8),
     "tova": newest_query,
+    "pyramidinfer": of_newest,
     "compresskv": semantic,
     "a2sf": forgetting(0.95),
     "a2sf-f20": forgetting(0.2),

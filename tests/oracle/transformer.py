@@ -8,6 +8,7 @@ implementations do (Touvron et al. 2023; Su et al. 2021 for the rotation).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ def forward(
     dtype: Any = np.float32,
     entering: list[np.ndarray] | None = None,
     seen: np.ndarray | None = None,
+    pass_on: Callable[[int, np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Logits [T, V] f32 of one sequence [T] with causal attention, and (q, k, v) of each layer.
 
@@ -54,6 +56,8 @@ def forward(
         dtype: of weights and activations.
         entering: gets what enters each layer's attention, [T, D].
         seen: which tokens each one attends to, bool [T, T]; by default all up to itself.
+        pass_on: gets the number of a layer and its attention [Q, n, n], and says which of its n
+            rows the next layer has, ascending; after the last one it is not asked.
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -62,7 +66,6 @@ def forward(
     w = {name: rounded(value) for name, value in weights.items()}
     d, heads, kv = hf["head_dim"], hf["num_attention_heads"], hf["num_key_value_heads"]
     angle = (positions[:, None] * rope_frequencies(hf)).astype(np.float32)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(hf["rms_norm_eps"]))
@@ -75,14 +78,14 @@ def forward(
 
     def rotate(x: np.ndarray) -> np.ndarray:
         a, b = x[..., : d // 2], x[..., d // 2 :]
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         return rounded(np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1))
 
     x = w["model.embed_tokens.weight"][tokens]
-    count = len(tokens)
     projected = []
-    seen = np.tril(np.ones((count, count), bool)) if seen is None else seen
     for i in range(hf["num_hidden_layers"]):
-        name = f"model.layers.{i}."
+        name, count = f"model.layers.{i}.", len(x)
+        mask = np.tril(np.ones((count, count), bool)) if seen is None else seen
         h = norm(x, w[name + "input_layernorm.weight"])
         if entering is not None:
             entering.append(h)
@@ -94,16 +97,20 @@ def forward(
             k = norm(k, w[f"{name}self_attn.k_norm.weight"])
         q, k = rotate(q), rotate(k)
         projected.append((q, k, v))
-        out = np.empty_like(q)
+        out, attention = np.empty_like(q), np.empty((heads, count, count), np.float32)
         for head in range(heads):
             group = head * kv // heads
-            scores = np.where(seen, q[:, head] @ k[:, group].T / math.sqrt(d), -np.inf)
+            scores = np.where(mask, q[:, head] @ k[:, group].T / math.sqrt(d), -np.inf)
             p = np.exp(scores - scores.max(-1, keepdims=True))
-            out[:, head] = p / p.sum(-1, keepdims=True) @ v[:, group]
+            attention[head] = p / p.sum(-1, keepdims=True)
+            out[:, head] = attention[head] @ v[:, group]
         x = rounded(x + linear(rounded(out).reshape(count, -1), name + "self_attn.o_proj"))
         h = norm(x, w[name + "post_attention_layernorm.weight"])
         gate, up = linear(h, name + "mlp.gate_proj"), linear(h, name + "mlp.up_proj")
         hidden = rounded(gate / (1 + np.exp(-gate)) * up)
         x = rounded(x + linear(hidden, name + "mlp.down_proj"))
+        if pass_on is not None and i < hf["num_hidden_layers"] - 1:
+            rows = pass_on(i, attention)
+            x, angle = x[rows], angle[rows]
     head = "model.embed_tokens" if hf["tie_word_embeddings"] else "lm_head"
     return norm(x, w["model.norm.weight"]) @ w[head + ".weight"].T, projected

@@ -9,6 +9,7 @@ query heads of a KV head are added; the authors' models have one query head per 
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -25,6 +26,8 @@ from kvjax.checks import check_flag
 @dataclasses.dataclass(frozen=True)
 class Accumulated(AttentionScorer):
     """Attention from all queries so far, the query heads of a group added."""
+
+    over_gaps: ClassVar[bool] = True
 
     window: int | None = None
     """Last queries that are observed; None for all."""

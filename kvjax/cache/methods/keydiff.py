@@ -8,6 +8,7 @@ that most others go before them.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -19,6 +20,8 @@ from kvjax.cache.policy.score import Artefacts, LayerView, Scorer, Scores
 @dataclasses.dataclass(frozen=True)
 class KeyDiff(Scorer):
     """Minus the cosine of the key and the mean of normalised keys."""
+
+    over_gaps: ClassVar[bool] = True
 
     def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
         k = jnp.swapaxes(view.k.astype(jnp.float32), 0, 1)

@@ -6,6 +6,7 @@ full-window variant leaves out the 10 queries after each key, does not pool and 
 """
 
 import dataclasses
+from typing import ClassVar
 
 from kvjax.cache.policy.attention import pooled, received
 from kvjax.cache.policy.checks import check_attention, check_one_of, check_wholes
@@ -20,6 +21,8 @@ from kvjax.checks import INT32_MAX, check_flag
 class KVCompress(AttentionScorer):
     """Attention to the power of `power`, max-pooled per query head, then joined over the group
     (equations 6–11, 19)."""
+
+    over_gaps: ClassVar[bool] = True
 
     window: int | None = 8
     """Last queries that are observed; None for all."""

@@ -4,7 +4,8 @@ A name may wrap another: `kvcrush:snapkv`. Options go between, in any order: an 
 default, `mean`, `alternating`, `zeros`, `ones`), a unit (`chunk8`, `page32`, up to 4096), the share
 of representatives in percent (25 by default) and `openvino` for the rule of OpenVINO's code, as in
 `kvcrush-mean-chunk8-50:h2o`. `kmeans:BASE` clusters the keys instead; `matched:BASE` fits what
-stays to attention as it was.
+stays to attention as it was; `pyramidinfer:BASE` prunes while it prefills, with the share that
+the last layers pass on in percent as in `pyramidinfer-80:BASE`.
 """
 
 import difflib
@@ -33,6 +34,7 @@ from kvjax.cache.methods import (
     lazyeviction,
     paged_h2o,
     predicted_reads,
+    pyramidinfer,
     pyramidkv,
     pyramidkv_ablations,
     r_kv,
@@ -60,9 +62,15 @@ _BEFORE = (full, random, streaming_llm, h2o, snapkv, pyramidkv, adakv, kv_compre
            predicted_reads, shared_reads, paged_h2o)  # fmt: skip
 _AFTER = (key_norm, tova, a2sf, scissorhands, lazyeviction, keydiff, expected_attention,
           compactor, kvzip, kvzap, duo_heads, r_kv, triattention, pyramidkv_ablations,
-          fastgen, razor_attention, kvmerger, ems, windowkv, compresskv, speckv, epicache)  # fmt: skip
+          fastgen, razor_attention, kvmerger, ems, windowkv, compresskv, speckv, epicache,
+          pyramidinfer)  # fmt: skip
 _BASES = {m.name: m for module in (*_BEFORE, *_AFTER) for m in module.METHODS}
-_WRAPPERS = {"kvcrush": kv_crush, "kmeans": k_means, "matched": matched}
+_WRAPPERS = {
+    "kvcrush": kv_crush,
+    "kmeans": k_means,
+    "matched": matched,
+    "pyramidinfer": pyramidinfer.pruned,
+}
 WRAPPED = (
     "matched:predicted-reads-blind",
     "matched:kv-compress",
@@ -93,7 +101,7 @@ def _settings(wrapper: str) -> dict[str, Any] | None:
         number = re.fullmatch(r"(chunk|page|)([1-9]\d{0,3})", option)
         if number and not number[1] and int(number[2]) < 100:
             settings["share"] = int(number[2]) / 100
-        elif kind == "kmeans":
+        elif kind in ("kmeans", "pyramidinfer"):
             return None
         elif number and number[1] and int(number[2]) <= MOST_UNIT:
             settings["compared"] = int(number[2])

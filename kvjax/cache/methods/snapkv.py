@@ -9,6 +9,7 @@ queries; the class default follows kvpress, which pools first.
 """
 
 import dataclasses
+from typing import ClassVar
 
 from kvjax.cache.policy.allocate import ByLayer
 from kvjax.cache.policy.attention import pooled, received, window_start
@@ -22,6 +23,8 @@ from kvjax.checks import check_flag
 @dataclasses.dataclass(frozen=True)
 class SnapKV(AttentionScorer):
     """Mean attention over the group, pooled over the keys before the window."""
+
+    over_gaps: ClassVar[bool] = True
 
     window: int | None = 8
     """Last queries that are observed; None for all."""

@@ -9,6 +9,7 @@ from kvjax.cache.policy.allocate import Allocator, BlockCosts, Budget, ByLayer, 
 from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.method import AttentionScorer, Method
 from kvjax.cache.policy.observe import Observer
+from kvjax.cache.policy.prune import Pruner
 from kvjax.cache.policy.score import (
     Artefacts,
     DecodeRule,
@@ -35,6 +36,7 @@ __all__ = [
     "Method",
     "Observation",
     "Observer",
+    "Pruner",
     "Scorer",
     "Scores",
     "Selector",

@@ -18,7 +18,10 @@ def window_size(view: LayerView, window: int | None) -> int:
 
 def window_start(view: LayerView, window: int | None) -> Int32[Array, ""]:
     """Token position from which on tokens belong to the observed window."""
-    return view.end - window_size(view, window)
+    size = window_size(view, window)
+    if view.token is not None:
+        return view.token[jnp.maximum(view.length - size, 0)]
+    return view.end - size
 
 
 def window_queries(
@@ -29,7 +32,10 @@ def window_queries(
     first = jnp.maximum(view.length - size, 0)
     index = first + jnp.arange(size, dtype=jnp.int32)
     queries = lax.dynamic_slice_in_dim(view.q, first, size, axis=0)
-    position = jnp.where(index < view.length, view.start + index, -1)
+    at = view.start + index
+    if view.token is not None:
+        at = lax.dynamic_slice_in_dim(view.token, first, size)
+    position = jnp.where(index < view.length, at, -1)
     return queries, position, jnp.maximum(view.length - 1 - index, 0)
 
 

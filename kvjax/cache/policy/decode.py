@@ -1,6 +1,7 @@
 """Rules of decode steps that several methods share."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
@@ -50,6 +51,8 @@ class GiveNewest(DecodeRule):
 
 class Intrinsic(Scorer):
     """A metric that follows from a KV's position, its key or a seed alone; needs no queries."""
+
+    over_gaps: ClassVar[bool] = True
 
     def of(
         self,

@@ -13,9 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.policy.allocate import Allocator, Global
-from kvjax.cache.policy.checks import check_a, check_numbers, check_one_of, check_wholes
+from kvjax.cache.policy.checks import (
+    check_a,
+    check_numbers,
+    check_one_of,
+    check_wholes,
+    wanted,
+)
 from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.observe import Observer
+from kvjax.cache.policy.prune import Pruner
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.policy.score import DecodeRule, HeadAxis, Observation, Scorer, Stored
 from kvjax.cache.policy.select import Selector
@@ -70,6 +77,8 @@ class Method:
     """Which KVs a head gives up."""
     merger: Merger | None = None
     """What becomes of them."""
+    pruner: Pruner | None = None
+    """Which tokens of a prompt leave on its way through the layers, whatever the budget."""
     protected: int = 0
     """Newest token positions that are never evicted. Inside a step an array, of each sequence or of
     all."""
@@ -90,11 +99,24 @@ class Method:
         check_a("allocator", self.allocator, Allocator)
         check_a("selector", self.selector, Selector)
         check_a("merger", self.merger, Merger, none=True)
+        check_a("pruner", self.pruner, Pruner, none=True)
+        if self.pruner is not None:
+            self._check_over_gaps()
         check_wholes(self, 0, INT32_MAX, "protected", "sinks")
         check_numbers(self, 0, 1, "protected_share")
         check_flag("query_aware", self.query_aware)
         check_one_of("evidence", self.evidence, Evidence)
         self.selector.check_with(self.allocator)
+
+    def _check_over_gaps(self) -> None:
+        """Raise `UserError` where something needs all tokens of a prompt in every layer."""
+        scorer = self.scorer
+        if self.merger is not None or type(self.selector) is not Selector:
+            raise wanted("pruner", self.pruner, "a plain selector and no merger beside it")
+        if scorer is not None and not scorer.over_gaps:
+            raise wanted(
+                "pruner", self.pruner, f"a scorer of layers that lack tokens, {scorer} is none"
+            )
 
     @property
     def compresses(self) -> bool:
@@ -104,6 +126,7 @@ class Method:
     def across_heads(self) -> bool:
         """Whether scores of one head depend on others; see `Scorer.across_heads`."""
         together = self.scorer is not None and self.scorer.across_heads
+        together = together or self.pruner is not None
         return together or self.selector.scope == "layer"
 
     @property
@@ -126,6 +149,11 @@ class Method:
     def decode(self) -> DecodeRule | None:
         """What decode steps do to its sequences' numbers; None for nothing."""
         return None if self.scorer is None else self.scorer.decode
+
+    @property
+    def whole(self) -> "Method":
+        """What a sequence of this method does where it has no budget: it evicts nothing."""
+        return self._with(scorer=None)
 
     @property
     def runs(self) -> Literal["prefill", "both"]:
@@ -215,6 +243,7 @@ def _unflatten(parts: _Parts, leaves: Any) -> Method:
     method = object.__new__(Method)
     for part in dataclasses.fields(_Parts)[:4]:
         object.__setattr__(method, part.name, getattr(parts, part.name))
+    object.__setattr__(method, "pruner", None)  # that is the prefill's affair
     for name, value in zip(("name", "summary", "query_aware", "evidence"), parts.told):
         object.__setattr__(method, name, value)
     for name, value in zip(("protected", "sinks", "protected_share"), leaves):

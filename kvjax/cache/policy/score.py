@@ -74,6 +74,11 @@ class LayerView:
     """What each key received of all queries, where the attention told it."""
     observation: Observation | None = dataclasses.field(default=None, metadata={"static": True})
     """What `received` is."""
+    token: Int32[Array, " T"] | None = None
+    """Token position of each query, where layers before have dropped some tokens of the prompt;
+    None where they follow each other from `start` on. The keys are of the same tokens."""
+    from_newest: Float[Array, " T"] | None = None
+    """What a `Pruner` measured of each key: attention from the prompt's newest tokens."""
 
     @property
     def num_heads(self) -> int:
@@ -94,7 +99,10 @@ class LayerView:
 
     @property
     def query_position(self) -> Int32[Array, " T"]:
-        """Token position of each query, and of the key of the same token; padding goes on."""
+        """Token position of each query, and of the key of the same token; padding goes on, or may
+        be anything where `token` says where they are."""
+        if self.token is not None:
+            return self.token
         return self.start + jnp.arange(self.q.shape[0], dtype=jnp.int32)
 
     def keys_from(self, first: int) -> Bool[Array, "H P"]:
@@ -194,6 +202,8 @@ class Scorer:
     across_heads: ClassVar[bool] = False
     """Whether a KV's score depends on other heads, or on which head it is of: not possible on
     several devices, which have some heads each."""
+    over_gaps: ClassVar[bool] = False
+    """Whether it scores layers that lack tokens, too (`LayerView.token`)."""
     probed: ClassVar[bool] = False
     """Whether its metrics come of what runs behind the prompt and is thrown away (`Probed`); the
     prompt's own queries then score nothing, and `artefacts` are that pass's affair."""

@@ -123,6 +123,7 @@ class KVWindow:
         kept_len: Int32[Array, "L H"],
         old_len: Int32[Array, "L H"],
         start: Int32[Array, ""],
+        token: Int32[Array, "L T"] | None = None,
     ) -> "KVWindow":
         """With the newest of what a slot's heads keep of some tokens, in place of their oldest.
 
@@ -134,23 +135,25 @@ class KVWindow:
             kept_len: how many of these count.
             old_len: KVs that each head held before.
             start: position of the first token.
+            token: as of `write_prompt`.
         """
         held = self.taken(slot[None])
         old_position, old_index = held.position[0], held.index[0]
         age = jnp.argsort(jnp.argsort(old_position, axis=-1), axis=-1)
         count = jnp.minimum(kept_len, self.size)[..., None]
         new, rank = age < count, kept_len[..., None] - count + age
-        token = jnp.take_along_axis(kept_index, jnp.clip(rank, 0, kept_index.shape[-1] - 1), -1)
-        layer, head, _ = jnp.indices(token.shape, sparse=True)
+        row = jnp.take_along_axis(kept_index, jnp.clip(rank, 0, kept_index.shape[-1] - 1), -1)
+        layer, head, _ = jnp.indices(row.shape, sparse=True)
+        position = start + (row if token is None else token[layer, row])
 
         def rows(old: Float[Array, "1 L H W d"], k: Float[Array, "L T H d"]) -> Array:
-            found = k.at[layer, token, head].get(mode="clip")
+            found = k.at[layer, row, head].get(mode="clip")
             return jnp.where(new[..., None], found.astype(old.dtype), old[0])[None]
 
         part = KVWindow(
             rows(held.rows_k, k),
             rows(held.rows_v, v),
-            jnp.where(new, start + token, old_position)[None],
+            jnp.where(new, position, old_position)[None],
             jnp.where(new, old_len[..., None] + rank, old_index)[None],
         )
         return self.put(slot[None], part)

@@ -26,6 +26,7 @@ def write_prompt(
     kept_index: Int32[Array, "L H P"] | None = None,
     kept_len: Int32[Array, "L H"] | None = None,
     state: Mapping[str, Num[Array, "L H T w"]] | None = None,
+    token: Int32[Array, "L T"] | None = None,
 ) -> tuple[PagedCache, Bool[Array, ""]]:
     """Append consecutive prompt tokens, or only their survivors, to what a slot holds.
 
@@ -40,6 +41,8 @@ def write_prompt(
         kept_len: how many entries of `kept_index` count, per head. Needs `kept_index`.
         state: further numbers of each KV, for the planes of these names that the cache has; 0 in
             the others.
+        token: where layers lack tokens, which of the `length` tokens each of a layer's rows is of,
+            ascending; `kept_index` and `kept_len` then count rows. By default row i is token i.
 
     Returns:
         The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice, when
@@ -55,6 +58,8 @@ def write_prompt(
     check_shape("k", k, (heads[0], num_tokens, heads[1], cache.head_dim))
     check_shape("v", v, k.shape)
     check_shape("metric", metric, (*heads, num_tokens))
+    if token is not None:
+        check_shape("token", token, (heads[0], num_tokens))
     length = jnp.asarray(length, jnp.int32)
     good = (jnp.asarray(slot) >= 0) & (jnp.asarray(slot) < cache.num_slots)
     good &= (length >= 0) & (length <= num_tokens)
@@ -81,7 +86,7 @@ def write_prompt(
 
     def write_tokens(pools, layer):
         kv, numbers = pools
-        k_l, v_l, metric_l, state_l, index, first, count, table_l = layer
+        k_l, v_l, metric_l, state_l, index, first, count, table_l, token_l = layer
         rank = jnp.arange(index.shape[-1], dtype=jnp.int32)
         logical = first[:, None] + rank
         block = jnp.take_along_axis(table_l, jnp.minimum(logical // b, big_m - 1), axis=-1)
@@ -90,7 +95,7 @@ def write_prompt(
         at = (block, logical % b)
         rows = (
             jnp.take_along_axis(metric_l, index, axis=1),
-            start + index,
+            start + (index if token_l is None else token_l[index]),
             {name: x[head, index] for name, x in state_l.items()},
         )
         kv = kv.write(at, k_l[index, head], v_l[index, head])
@@ -99,12 +104,12 @@ def write_prompt(
     (kv, (metrics, position, written)), _ = jax.lax.scan(
         write_tokens,
         (cache.kv, (cache.metric, cache.position, written)),
-        (k, v, metric, state, kept_index, old_len, kept_len, table),
+        (k, v, metric, state, kept_index, old_len, kept_len, table, token),
     )
     window = cache.window
     if window is not None:
         at = jnp.where(ok, slot, cache.num_slots)
-        window = window.with_prompt(at, k, v, kept_index, kept_len, old_len, start)
+        window = window.with_prompt(at, k, v, kept_index, kept_len, old_len, start, token)
     return dataclasses.replace(
         cache,
         kv=kv,
