@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from kvjax.cache import CompressionConfig, get_method
 from kvjax.cache.methods.epicache import Episode, UnlikeLayers, clustered, medoid_of_last
@@ -52,6 +52,10 @@ class Checkpoint:
 
     def __init__(self, folder, config):
         write_tiny(folder, config)
+        # Queries that tell keys apart: else those that see the fewest keys read most of each.
+        path = folder / "model.safetensors"
+        scale = {name: 6.0 if "q_proj" in name else 1.0 for name in load_file(path)}
+        save_file({name: scale[name] * x for name, x in load_file(path).items()}, path)
         self.model = load_model(weights=folder)
         self.hf = json.loads((folder / "config.json").read_text())
         self.hf |= {"rope_theta": config.rope_theta, "rms_norm_eps": config.rms_norm_eps}
