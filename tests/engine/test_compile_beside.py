@@ -375,16 +375,23 @@ MANY: list[Kind] = [
     (LONG, EVICTS, {"logprobs": 0}, False),
     (LONG, SUMS, {}, False),
     (30, READS, {}, False),
-    (80, LOOKS_AHEAD, {}, False),
-    (70, RECALLS, {}, False),
     (40, FULL, {}, True),
 ]
+PROBES: list[Kind] = [
+    (80, LOOKS_AHEAD, {}, False),
+    (70, RECALLS, {}, False),
+]
 SHARES = {"share_prefix": "always", "share_grain": 8, "retained_prefixes": 4}
-SHARES |= {"methods": ("kv-compress", "h2o", "kvzip", "epicache"), "pool_tokens": 900}
+SHARES |= {"methods": ("kv-compress", "h2o", "kvzip"), "pool_tokens": 900}
 
 
 @pytest.mark.parametrize(
-    ("kinds", "config"), [(FEW, {}), pytest.param(FEW + MANY, SHARES, marks=pytest.mark.slow)]
+    ("kinds", "config"),
+    [
+        (FEW, {}),
+        pytest.param(FEW + MANY, SHARES, marks=pytest.mark.slow),
+        pytest.param(PROBES, {"methods": ("h2o", "epicache")}, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_compiles_in_the_engines_thread(tiny_params, caplog, kinds, config):
     """Whatever a request brings: all its steps are known before it begins."""
