@@ -50,9 +50,8 @@ class PromptKV:
         """What `write_prompt` needs beside keys, values and scores, if layers lack tokens."""
         if self.token is None or self.rows is None:
             return {}
-        num_layers, num_rows, num_heads, _ = self.k.shape
-        shape = num_layers, num_heads, num_rows
-        index = jnp.arange(num_rows, dtype=jnp.int32)
+        shape = self.scores.metric.shape
+        index = jnp.arange(shape[2], dtype=jnp.int32)
         return {
             "kept_index": jnp.broadcast_to(index, shape),
             "kept_len": jnp.broadcast_to(self.rows[:, None], shape[:2]),

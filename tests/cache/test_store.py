@@ -231,7 +231,7 @@ def test_what_no_codec_stores_is_refused_in_one_line(wrong):
 
 
 ROOT = Path(kvjax.__file__).parent
-NOT_A_POOL = {"view", "step", "prompt", "prefix", "dense", "teacher", "of", "exact"}
+NOT_A_POOL = {"view", "step", "prompt", "prefix", "dense", "teacher", "of", "exact", "weighed"}
 """What has keys and values that are no pool: prompts, layers, rows that were read."""
 BYTES = {
     "cli/convert.py": "a model's file",
@@ -239,7 +239,10 @@ BYTES = {
     "engine/memory.py": "weights, activations and the slots' states",
 }
 """Files beside the models' and the kernels' own that count bytes, and of what."""
-WHOLE_PROMPTS = ("kivi", "kvquant", "minicache", "rotatekv", "xkv", "xquant")
+WHOLE_PROMPTS = (
+    *("kivi", "kvquant", "kvquant_calibrated", "minicache", "rotatekv", "xkv", "xquant"),
+    "xquant_cl",
+)
 PER_HEAD = {
     "cli/throughput/limits.py": "floating-point operations of attention",
     **{f"eval/prompt_codecs/{name}.py": "bytes that no pool holds" for name in WHOLE_PROMPTS},
