@@ -178,11 +178,11 @@ def test_levels_beside_what_a_file_has(tiny_folder, data, tmp_path, capsys):
     assert found.recipe["levels_data"] == first.recipe["levels_data"]
     # What stores prompts by them takes it, and says what to do without it.
     rows = ["--weights", str(tiny_folder), "--tasks", "passkey", "--rows", "1", "--length", "300"]
-    rows += ["--methods", "full", "--kv-dtype", "kvquant4c", "--out", str(tmp_path / "rows.jsonl")]
-    rows += ["--no-answers", "--free-tokens", "0", "--calibration"]
-    assert main_of(EVALUATE, [*rows, str(out)]) == 0
+    rows += ["--methods", "full", "--kv-dtype", "kvquant4c", "--no-answers", "--free-tokens", "0"]
+    with_it, without = (["--out", str(tmp_path / f"{name}.jsonl")] for name in ("with", "without"))
+    assert main_of(EVALUATE, [*rows, *with_it, "--calibration", str(out)]) == 0
     capsys.readouterr()
-    assert main_of(EVALUATE, [*rows, "auto"]) == 2
+    assert main_of(EVALUATE, [*rows, *without, "--calibration", "auto"]) == 2
     assert "`kvjax calibrate --levels`" in capsys.readouterr().err.splitlines()[-1]
 
 
