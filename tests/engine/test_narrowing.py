@@ -313,7 +313,7 @@ def test_prompts_that_do_not_run_whole_are_refused(model):
 
 @pytest.mark.slow
 def test_warming_up_compiles_it(model):
-    llm = engine(model, CompressionConfig("pyramidinfer", rate=4))
+    llm = engine(model, CompressionConfig("pyramidinfer", max_cache_tokens=64))
     llm.warm_up([LENGTH])
     steps = set(llm.worker.compiled.seconds)
     assert any(key.step == "prefill narrowing" for key in steps)
