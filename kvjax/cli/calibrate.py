@@ -172,25 +172,20 @@ def take(options: argparse.Namespace, progress: Progress) -> int:
 
 def find_heads(options: argparse.Namespace, progress: Progress) -> int:
     """Load the model, rank its heads, and write them beside what the file has already."""
-    from kvjax.cache.calibration import Calibration
     from kvjax.engine.calibrate.heads import retrieval_heads
     from kvjax.engine.calibrate.semantic import semantic_heads
     from kvjax.engine.calibrate.texts import default_texts
 
     model, dtype = load_chosen_model(options, progress)
     out = options.out or Path(f"{model.config.name}.safetensors")
-    arrays, recipe = {}, {"model": model.config.name, "dtype": dtype}
-    if out.exists():
-        found = Calibration.load(out)
-        found.check(model.fingerprint, model.config.num_layers)
-        arrays, recipe = dict(found.arrays), dict(found.recipe)
-    arrays |= retrieval_heads(model)
+    held = _held(out, model, dtype)
+    arrays = retrieval_heads(model)
     said = "for the methods razor-attention and compresskv"
     try:
         arrays |= semantic_heads(model, default_texts())
     except UserError as error:
         said = f"{error}\nfor the method razor-attention"
-    Calibration(arrays, model.fingerprint, {**recipe, "heads": "repeated random tokens"}).save(out)
+    held.with_arrays(arrays, {"heads": "repeated random tokens"}).save(out)
     progress.clear()
     print(f"{said}: {out}", file=sys.stderr)
     return 0
@@ -222,29 +217,35 @@ def find_loads(options, settings, texts: list[str], progress: Progress) -> int:
 
 def find_levels(options, settings, texts: list[str], progress: Progress) -> int:
     """Load the model, find its levels, and write them beside what the file has already."""
-    from kvjax.cache.calibration import Calibration
     from kvjax.engine.calibrate.levels import TEXTS, digest_of, levels_of
     from kvjax.engine.calibrate.run import chosen_prompts
 
     model, dtype = load_chosen_model(options, progress)
     out = options.out or Path(f"{model.config.name}.safetensors")
-    arrays, recipe = {}, {"model": model.config.name, "dtype": dtype}
-    if out.exists():
-        found = Calibration.load(out)
-        found.check(model.fingerprint, model.config.num_layers)
-        arrays, recipe = dict(found.arrays), dict(found.recipe)
+    held = _held(out, model, dtype)
     prompts = chosen_prompts(model, texts, dataclasses.replace(settings, fitted=TEXTS))
-    arrays |= levels_of(model, prompts, TimeLeft(progress))
+    arrays = levels_of(model, prompts, TimeLeft(progress))
     made_of = {
         "levels": _source(options),
         "levels_data": digest_of(prompts),
         "levels_texts": str(len(prompts)),
         "levels_tokens": str(settings.tokens),
     }
-    Calibration(arrays, model.fingerprint, {**recipe, **made_of}).save(out)
+    held.with_arrays(arrays, made_of).save(out)
     progress.clear()
     print(f"for kvquant4c, kvquant3c and kvquant2c: {out}", file=sys.stderr)
     return 0
+
+
+def _held(out: Path, model, dtype: str):
+    """The calibration that a file has already; an empty one of the model where there is none."""
+    from kvjax.cache.calibration import Calibration
+
+    if not out.exists():
+        return Calibration({}, model.fingerprint, {"model": model.config.name, "dtype": dtype})
+    found = Calibration.load(out)
+    found.check(model.fingerprint, model.config.num_layers)
+    return found
 
 
 def _source(options: argparse.Namespace) -> str:

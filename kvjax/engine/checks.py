@@ -6,10 +6,8 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy.method import OF_THE_MODEL
 from kvjax.checks import shown
-from kvjax.engine.narrowing import check_whole_fits
 from kvjax.engine.parallel import check_method as check_on_devices
 from kvjax.engine.prefixes import settings_of
-from kvjax.engine.probe import check_fits
 from kvjax.engine.prompts import Prompt, token_ids
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
@@ -66,6 +64,17 @@ def checked_request(
     return request
 
 
+def check_fits(llm: "LLM", request: Request, why: str) -> None:
+    """Raise `UserError` where the scratch does not hold all of a request's prompt with what it
+    generates, since it may be prefilled again."""
+    length, scratch = request.length + request.remaining, llm.config.prefill_scratch
+    if length > scratch:
+        raise UserError(
+            f"method {request.method.name} {why}: {length} tokens with those to generate, "
+            f"prefill_scratch is {scratch}; give a larger one, or another method"
+        )
+
+
 def check_method(llm: "LLM", request: Request) -> None:
     """Raise `UserError` where the engine lacks what the method needs."""
     method = request.method
@@ -88,13 +97,13 @@ def check_method(llm: "LLM", request: Request) -> None:
             "that has it"
         )
     if method.probed:
-        check_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
+        check_fits(llm, request, "runs tokens behind what the scratch holds")
         drafts = getattr(method.scorer, "drafts", 0)
         if drafts and llm.draft is not None:
             # Its prompt may be prefilled again with all that it has generated.
             llm.draft.check(request.length + request.remaining, drafts)
     if method.pruner is not None:
-        check_whole_fits(method, request.length + request.remaining, llm.config.prefill_scratch)
+        check_fits(llm, request, "prunes prompts that run whole")
     window = None if method.probed else getattr(method.scorer, "window", None)
     in_parts = request.length + request.remaining > llm.config.prefill_chunk
     if window is not None and in_parts and llm.config.prefill_chunk < 2 * window:

@@ -14,22 +14,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from kvjax.cache.policy import LayerView, Method, Observer, Pruner, Scores
+from kvjax.cache.policy import LayerView, Observer, Pruner, Scores
 from kvjax.engine.prefill import PromptKV
-from kvjax.errors import UserError
 from kvjax.kernels import prefill_attention_with_received
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype, forward_narrowing, logits
-
-
-def check_whole_fits(method: Method, length: int, scratch: int) -> None:
-    """Raise `UserError` where a scratch does not hold a sequence whose prompt has to run whole,
-    since layers drop tokens of it, with what it generates, since it may be prefilled again."""
-    if length > scratch:
-        raise UserError(
-            f"method {method.name} prunes prompts that run whole: {length} tokens with those to "
-            f"generate, prefill_scratch is {scratch}; give a larger one, or another method"
-        )
 
 
 def prefill_narrowing(

@@ -95,16 +95,6 @@ def behind(bench: Bench, methods: Sequence[Method]) -> Behind:
     return Behind(len(bench.request), max(scorer.drafts for scorer in scorers))
 
 
-def check_fits(method: Method, length: int, scratch: int) -> None:
-    """Raise `UserError` where a scratch does not hold a sequence whose prompt is to be probed,
-    with what it generates, since it may be prefilled again."""
-    if length > scratch:
-        raise UserError(
-            f"method {method.name} runs tokens behind what the scratch holds: {length} tokens with "
-            f"those to generate, prefill_scratch is {scratch}; give a larger one, or another method"
-        )
-
-
 def probe(
     config: ModelConfig,
     scorer: Probed,

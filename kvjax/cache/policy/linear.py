@@ -3,8 +3,8 @@
 A triangular solve with many right sides is no product: the BLAS behind it starts threads of its own
 on CPUs, once per head, which wait for each other and for the cores that XLA's threads have, and an
 accelerator goes through it row by row. A factor's inverse takes a few products instead. The same
-is true of a large factor: of 336 rows that BLAS took ten times as long as products do, on two busy
-cores thirty times.
+is true of a large factor: one of 336 rows took that BLAS, on two busy cores, some twenty times as
+long as products.
 """
 
 import jax
