@@ -9,10 +9,12 @@
 ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
-# A sixteenth of the mutations, another one with every commit.
-PARTS ?= 16
+# A thirtieth of the mutations, another one with every commit.
+PARTS ?= 30
 SLICE ?= $(shell n=$$(git rev-list --count HEAD 2>/dev/null || echo 0); \
 	echo $$((n % $(PARTS) + 1))/$(PARTS))
+# Tests start Python many times, which would compile the package each time.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 LATEST := .venv-latest
 BIN := $(VENV)/bin

@@ -73,14 +73,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Programs of the default tests are compiled in haste: compiling is most of what they take.
+def pytest_configure() -> None:
+    """Programs are compiled in haste: compiling is most of what tests take, slow ones too.
 
-    LLVM changes no arithmetic, and what XLA makes of a program is the same. Slow tests, which
-    compute more, run what users run.
+    LLVM changes no arithmetic, and what XLA makes of a program is the same.
     """
     flag = "xla_backend_optimization_level"
-    if config.option.markexpr != "slow" and flag not in os.environ.get("XLA_FLAGS", ""):
+    if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}=0".strip()
 
 

@@ -178,14 +178,15 @@ def find_heads(options: argparse.Namespace, progress: Progress) -> int:
 
     model, dtype = load_chosen_model(options, progress)
     out = options.out or Path(f"{model.config.name}.safetensors")
-    held = _held(out, model, dtype)
+    held = _held(out, model)
     arrays = retrieval_heads(model)
     said = "for the methods razor-attention and compresskv"
     try:
         arrays |= semantic_heads(model, default_texts())
     except UserError as error:
         said = f"{error}\nfor the method razor-attention"
-    held.with_arrays(arrays, {"heads": "repeated random tokens"}).save(out)
+    made_of = {"heads": "repeated random tokens"}
+    _beside(held, model, dtype, arrays, made_of).save(out)
     progress.clear()
     print(f"{said}: {out}", file=sys.stderr)
     return 0
@@ -222,7 +223,7 @@ def find_levels(options, settings, texts: list[str], progress: Progress) -> int:
 
     model, dtype = load_chosen_model(options, progress)
     out = options.out or Path(f"{model.config.name}.safetensors")
-    held = _held(out, model, dtype)
+    held = _held(out, model)
     prompts = chosen_prompts(model, texts, dataclasses.replace(settings, fitted=TEXTS))
     arrays = levels_of(model, prompts, TimeLeft(progress))
     made_of = {
@@ -231,21 +232,31 @@ def find_levels(options, settings, texts: list[str], progress: Progress) -> int:
         "levels_texts": str(len(prompts)),
         "levels_tokens": str(settings.tokens),
     }
-    held.with_arrays(arrays, made_of).save(out)
+    _beside(held, model, dtype, arrays, made_of).save(out)
     progress.clear()
     print(f"for kvquant4c, kvquant3c and kvquant2c: {out}", file=sys.stderr)
     return 0
 
 
-def _held(out: Path, model, dtype: str):
-    """The calibration that a file has already; an empty one of the model where there is none."""
+def _held(out: Path, model):
+    """The calibration that a file has already, of this model; None where there is no file."""
     from kvjax.cache.calibration import Calibration
 
     if not out.exists():
-        return Calibration({}, model.fingerprint, {"model": model.config.name, "dtype": dtype})
+        return None
     found = Calibration.load(out)
     found.check(model.fingerprint, model.config.num_layers)
     return found
+
+
+def _beside(held, model, dtype: str, arrays, made_of: dict[str, str]):
+    """A calibration of some arrays, and of those that `held` has of other names."""
+    from kvjax.cache.calibration import Calibration
+
+    if held is not None:
+        return held.with_arrays(arrays, made_of)
+    recipe = {"model": model.config.name, "dtype": dtype, **made_of}
+    return Calibration(arrays, model.fingerprint, recipe)
 
 
 def _source(options: argparse.Namespace) -> str:

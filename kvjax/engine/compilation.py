@@ -168,6 +168,16 @@ def sizes_upto(most: int, first: int, factor: int) -> tuple[int, ...]:
     return (*found, most)
 
 
+GRAIN = 128
+"""Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
+
+
+def bucket(sizes: Iterable[int], chunk: int) -> int:
+    """Tokens that steps for parts of some sizes are compiled for, of which a chunk is the most."""
+    grain = min(chunk, max(GRAIN, chunk // 16))
+    return -(-max(sizes) // grain) * grain
+
+
 def enable_compilation_cache() -> None:
     """Keep compiled programs below `user_cache_dir()`, unless JAX_COMPILATION_CACHE_DIR is set.
 

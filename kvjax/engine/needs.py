@@ -120,10 +120,11 @@ def _in_scratch(worker: Worker, request: Request, job: PromptJob) -> Iterator[Ne
 
     yield Need(worker.chunk_call(job).key, lambda: of_shapes(_chunk(worker, job)))
     if job.probes:
-        if job.probes[0].drafted and worker.draft is None:
-            yield need(lambda prompt: worker.draft_call(job, prompt))
-        key = worker.probe_call(job, stand_in).key
-        yield Need(key, lambda: of_shapes(worker.probe_calls(job, _after(worker, job)[0])[-1]))
+        probing = worker.probing
+        if probing.drafts_itself(job):
+            yield need(lambda prompt: probing.draft_call(job, prompt))
+        key = probing.call(job, stand_in).key
+        yield Need(key, lambda: of_shapes(probing.calls(job, _after(worker, job)[0])[-1]))
     yield need(lambda prompt: worker.place_call(request, prompt, worker.config.num_rows, None))
 
 
@@ -166,9 +167,7 @@ def without_state(worker: Worker) -> Worker:
     and the slot states, which come and go with each step."""
     worker = copy.copy(worker)
     worker.cache, worker.state = jax.tree.map(_shape, (worker.cache, worker.state))
-    if worker.bench is not None:
-        worker.bench = copy.copy(worker.bench)
-        worker.bench.idle = True
+    worker.probing = worker.probing.idle()
     return worker
 
 

@@ -18,16 +18,16 @@ from flax import nnx
 from kvjax.cache import CacheSpec, PagedCache, init_cache
 from kvjax.cache.policy import DecodeRule, Method, Observer
 from kvjax.cache.policy.merge import PROMPT_QUERY
-from kvjax.cache.policy.probe import Probe, Probed
 from kvjax.engine import decode, prefill
-from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey, sizes_upto
+from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey, bucket, sizes_upto
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport, Start
 from kvjax.engine.interrupts import released
 from kvjax.engine.job import PromptJob
 from kvjax.engine.parallel import Parallel
-from kvjax.engine.probe import Bench, probe_artefacts
+from kvjax.engine.probe import Bench
+from kvjax.engine.probing import Probing
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
 from kvjax.engine.steps import ON_ONE_DEVICE
@@ -35,8 +35,6 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype
 from kvjax.models.rope import rope_artefacts
 
-GRAIN = 128
-"""Chunks are padded to a multiple of at least so many tokens, so that few shapes are compiled."""
 NO_BUDGET = 2**31 - 1  # blocks to keep where nothing is to be evicted
 
 
@@ -63,11 +61,6 @@ class Worker:
         self.eos_ids = jnp.asarray(tuple(eos_ids) or (-1,), jnp.int32)
         self.artefacts = {**(artefacts or {}), **rope_artefacts(model)}
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
-        self.bench = bench
-        """What probes are made of, for methods that run any behind a prompt."""
-        self.draft = draft
-        """Says what may come behind some tokens, so many at most; without one the model itself."""
-        self._probe_artefacts: dict[str, jax.Array] = {}
         self.planes = tuple(plane.name for plane in spec.planes)
         self.compiled = CompiledSteps()
         num_heads, new, self.shard_heads = spec.num_kv_heads, init_cache, [spec.heads]
@@ -77,6 +70,9 @@ class Worker:
             self.shard_heads = parallel.dealing.heads_of_shards.tolist()
             self.eos_ids = parallel.same(self.eos_ids)
             self.artefacts = parallel.artefacts(self.artefacts)
+        self.probing = Probing(
+            model, params, self.eos_ids, self._steps, config.prefill_chunk, parallel, bench, draft
+        )
         self.num_shards = len(self.shard_heads)
         self.shard_blocks = num_blocks // self.num_shards
         """Blocks of each shard."""
@@ -198,12 +194,9 @@ class Worker:
         parts = -(-length // chunk)
         # As even as can be, so that the last chunk fills an observation window.
         chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
-        job = PromptJob(request, tokens, chunks, in_pool, retains=plan is not None)
-        scorer = request.method.scorer
-        if isinstance(scorer, Probed):
-            assert self.bench is not None
-            job.probes = scorer.probes(tokens, self.bench)
-        return job
+        probes = self.probing.probes(method.scorer, tokens)
+        retains = plan is not None
+        return PromptJob(request, tokens, chunks, in_pool, retains=retains, probes=probes)
 
     def go_on(
         self,
@@ -232,9 +225,7 @@ class Worker:
 
     def bucket(self, sizes: Iterable[int]) -> int:
         """Tokens that steps for chunks of some sizes are compiled for."""
-        chunk = self.config.prefill_chunk
-        grain = min(chunk, max(GRAIN, chunk // 16))
-        return -(-max(sizes) // grain) * grain
+        return bucket(sizes, self.config.prefill_chunk)
 
     def advance(self, job: PromptJob) -> None:
         """Run the next chunk of a job, or the next probe."""
@@ -289,61 +280,18 @@ class Worker:
 
     def _probe(self, job: PromptJob) -> None:
         """Run the next probe of a job, with what a draft says behind it."""
-        probe, prompt, said = job.probes[0], job.prompt, None
+        prompt, said = job.prompt, None
         assert prompt is not None
         # Nothing of the prompt is lost with it.
         with released():
-            if probe.drafted and self.draft is None:
-                said = self.compiled.run(self.draft_call(job, prompt))
-            elif probe.drafted and self.draft is not None:
-                probe = probe.saying(self.draft(job.tokens, probe.drafted))
-                said = self._padded_probe(job, probe)
-            metric = self.compiled.run(self.probe_call(job, prompt, said))
+            if self.probing.drafts_itself(job):
+                said = self.compiled.run(self.probing.draft_call(job, prompt))
+            elif job.probes[0].drafted:
+                said = self.probing.said(job)
+            metric = self.compiled.run(self.probing.call(job, prompt, said))
         scores = dataclasses.replace(prompt.scores, metric=metric)
         job.prompt = dataclasses.replace(prompt, scores=scores)
         del job.probes[0]
-
-    def _padded_probe(self, job: PromptJob, probe: Probe) -> tuple[np.ndarray, np.int32]:
-        """A probe's tokens, padded to the longest of a job's probes, and how many they are."""
-        tokens = np.zeros(self.bucket(map(len, job.probes)), np.int32)
-        tokens[: len(probe.tokens)] = probe.tokens
-        return tokens, np.int32(len(probe.tokens))
-
-    def draft_call(self, job: PromptJob, prompt: Any) -> StepCall:
-        """What the model itself says behind a job's prompt, as its next probe wants it."""
-        probe = job.probes[0]
-        tokens, length = self._padded_probe(job, probe)
-        key = StepKey("draft", sizes=(probe.drafted, len(tokens), prompt.k.shape[1]))
-        args = (self.model, probe.drafted, self.params, prompt, tokens, length, self.eos_ids)
-        return self._call(key, args)
-
-    def probe_call(self, job: PromptJob, prompt: Any, said: Any = None) -> StepCall:
-        """A job's next probe; `said` are its tokens and their number, where a draft has said
-        some."""
-        probe, scorer = job.probes[0], job.request.method.scorer
-        assert isinstance(scorer, Probed)
-        scorer = scorer.behind(probe)
-        if scorer.artefacts and not self._probe_artefacts:
-            if self.parallel is None:
-                found = probe_artefacts(self.model, self.params)
-            else:
-                found = self.parallel.probe_artefacts(self.params)
-            self._probe_artefacts.update(found)
-        artefacts = self._probe_artefacts if scorer.artefacts else {}
-        tokens, length = self._padded_probe(job, probe) if said is None else said
-        key = StepKey("probe", scorer, (len(tokens), prompt.k.shape[1]))
-        args = (self.model, scorer, self.params, artefacts, prompt, tokens, length)
-        return self._call(key, (*args, np.int32(probe.overlap)))
-
-    def probe_calls(self, job: PromptJob, prompt: Any) -> list[StepCall]:
-        """Those of a job's next probe, of shapes."""
-        if not job.probes:
-            return []
-        if not job.probes[0].drafted or self.draft is not None:
-            return [self.probe_call(job, prompt)]
-        draft = self.draft_call(job, prompt)
-        said = draft.step.eval_shape(*draft.args)  # type: ignore[attr-defined]
-        return [draft, self.probe_call(job, prompt, said)]
 
     def _compile_ahead(self, job: PromptJob, chunk: StepCall) -> None:
         """Compile what comes after a chunk that is new together with it."""
@@ -352,7 +300,7 @@ class Worker:
             return
         request, top = job.request, num_top([job.request])
         prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
-        further = self.probe_calls(job, prompt)
+        further = self.probing.calls(job, prompt)
         if not job.retains:
             further.append(self.place_call(request, prompt, 0, request.budget))
             further.append(self.start_call(request, 0, logits, self.fits, top))

@@ -133,6 +133,27 @@ def test_options_are_refused_before_a_model_is_loaded(capsys, options, said):
     assert said in line
 
 
+def test_heads_in_a_new_file_and_in_one_that_is_there(tiny_folder, tmp_path, monkeypatch):
+    from kvjax.engine.calibrate import heads, semantic
+
+    def found(name):
+        return lambda *_: {name: np.ones((2, 3), np.float32)}
+
+    monkeypatch.setattr(heads, "retrieval_heads", found("retrieval_head"))
+    monkeypatch.setattr(semantic, "semantic_heads", found("semantic_head"))
+    out = tmp_path / "heads.safetensors"
+    command = ["--weights", str(tiny_folder), "--heads", "--out", str(out)]
+    assert main_of(CALIBRATE, command) == 0
+    made = Calibration.load(out)
+    assert sorted(made.arrays) == ["retrieval_head", "semantic_head"]
+    assert made.recipe.keys() == {"model", "dtype", "heads"}
+    made.with_arrays({"mine": np.zeros((2, 3), np.float32)}, {"source": "mine"}).save(out)
+    assert main_of(CALIBRATE, command) == 0
+    again = Calibration.load(out)
+    assert sorted(again.arrays) == ["mine", "retrieval_head", "semantic_head"]
+    assert again.recipe == {**made.recipe, "source": "mine"}
+
+
 @pytest.mark.slow
 def test_retrieval_heads_beside_what_a_file_has(tiny_folder, tmp_path, capsys):
     out = tmp_path / "heads.safetensors"

@@ -168,7 +168,7 @@ def test_a_draft_of_another_tokenizer_is_refused(tiny):
 
 def test_a_draft_that_says_nothing_leaves_the_window(tiny, monkeypatch):
     llm = engine(tiny.model, "speckv")
-    llm.worker.draft = lambda tokens, most: ()
+    llm.worker.probing.draft = lambda tokens, most: ()
     started(llm)
     scores = lookahead_scores(tiny.hf, tiny.weights, PROMPT, [])
     check_kept(llm, scores, functools.partial(keeps, protected=33))
@@ -291,7 +291,7 @@ def test_what_is_needed_is_known_without_the_prompt(tiny, monkeypatch):
     one = llm.add_request(PROMPT, greedy(4))
     request, _ = llm.engine.intake.open[one]
     with monkeypatch.context() as patched:
-        patched.setattr(llm.worker.bench, "_embed", None)
+        patched.setattr(llm.worker.probing.bench, "_embed", None)
         needs = {need.key for need in needs_of(llm.worker, request)}
     while llm.has_unfinished():
         llm.step()

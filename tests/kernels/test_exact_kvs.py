@@ -179,7 +179,7 @@ def test_kernels_repeat_every_bit(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(["mosaic_gpu", "tpu_checked"]),
     st.lists(st.lists(st.integers(0, 260), min_size=2, max_size=2), min_size=1, max_size=3),

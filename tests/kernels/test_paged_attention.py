@@ -293,7 +293,7 @@ def test_tpu_on_drawn_shapes(case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(drawn())
 def test_mosaic_gpu_on_drawn_shapes(case) -> None:
     lengths, shape, seed = case
@@ -301,7 +301,7 @@ def test_mosaic_gpu_on_drawn_shapes(case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(drawn(dtypes=("bfloat16", "float32")))
 def test_tpu_checked_on_drawn_shapes(case) -> None:
     lengths, shape, seed = case

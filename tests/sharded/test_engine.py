@@ -58,9 +58,7 @@ NARROW = {"weight_dtype": "int8", "cache_dtype": "int4w8"}
 CASES = [
     (2, CALIBRATED, True, {}),
     pytest.param(4, "kv-compress", False, {"replicas": 2, "group": 3}, marks=pytest.mark.slow),
-    pytest.param(4, "kv-compress", False, {}, marks=pytest.mark.slow),
     pytest.param(6, CALIBRATED, True, {"replicas": 2}, marks=pytest.mark.slow),
-    pytest.param(2, "kv-compress", True, {}, marks=pytest.mark.slow),
     pytest.param(8, "kv-compress", True, {"layers": 3}, marks=pytest.mark.slow),
     pytest.param(2, "key-norm", False, NARROW, marks=pytest.mark.slow),
 ]
@@ -86,7 +84,7 @@ def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, giv
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "replicas"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("devices", "replicas"), [(4, 2)])
 def test_what_is_drafted_and_read_behind_a_prompt_is_that_of_one_device(devices, replicas):
     looks = Lookahead(window=8, drafted=6)
     method = dataclasses.replace(get_method("speckv"), scorer=looks, protected=8)
