@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from types import FrameType
 from typing import NoReturn
 
@@ -60,6 +61,14 @@ def ending() -> None:
     """All is said: a signal while the interpreter shuts down would only print a traceback."""
     for known in (_leave, _raise):
         _replace(known, signal.SIG_IGN)
+
+
+def broken_off() -> None:
+    """A signal has ended the command, and that is said: what it left half made or never awaited is
+    freed without a word."""
+    if _raised:
+        sys.unraisablehook = lambda report: None
+        warnings.simplefilter("ignore")
 
 
 def exit_code(code: int) -> int:

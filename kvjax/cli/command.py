@@ -73,6 +73,7 @@ def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None 
     except KeyboardInterrupt as error:
         kind = signal.SIGTERM if isinstance(error, startup.Terminated) else signal.SIGINT
         _say(startup.WORDS[kind])
+        startup.broken_off()
         return 128 + kind
     except ImportError:
         # What an extension module makes of a signal that comes while it is set up.

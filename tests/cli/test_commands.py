@@ -310,6 +310,27 @@ def test_text_that_stdout_does_not_take_is_not_lost(tiny_folder, capsys):
     assert json.loads(capsys.readouterr().out)["text"] in done.stderr
 
 
+def test_what_a_signal_breaks_off_says_nothing():
+    """An event loop whose making was interrupted objects to being freed, and so do coroutines."""
+    script = """
+from kvjax.startup import guard
+guard()
+import os, signal, time
+from kvjax.cli import run_script
+class Half:
+    def __del__(self):
+        raise AttributeError("half made")
+async def never(): ...
+def run(_):
+    half, awaited = Half(), never()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(9)
+run_script(run)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "terminated\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["decode.py", "throughput.py", "convert.py"])
 def test_signals_at_random_moments(tiny_folder, tmp_path, script):
