@@ -17,7 +17,7 @@ from tests.cache.pair import heads_of, host
 from tests.cache.stand_in import MODEL, QUICKLY, B, H, L, R, drawn, empty, stand_in  # noqa: F401
 from tests.oracle.attention import attend
 from tests.oracle.audit import audit
-from tests.oracle.selection import redundancy
+from tests.oracle.representatives import redundancy
 
 PARAMS = drawn(4)
 PARAMS["q"] *= 2

@@ -6,8 +6,8 @@ import pytest
 from kvjax.cache.methods.kvcrush import SpreadOverBits
 from kvjax.cache.policy.select import Candidates
 from tests.cache.stand_in import QUICKLY
+from tests.oracle.representatives import crush
 from tests.oracle.scores import Prompt
-from tests.oracle.selection import crush
 
 H, T, B, D = 2, 48, 4, 4
 GUARDED = set(range(4)) | set(range(T - 4, T))

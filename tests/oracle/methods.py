@@ -22,6 +22,7 @@ from tests.oracle.question_free import (
     semantic,
     surrogate,
 )
+from tests.oracle.representatives import crush, k_means, pivots_last, without_like
 from tests.oracle.scores import (
     Prompt,
     Scores,
@@ -50,12 +51,10 @@ from tests.oracle.scores import (
 from tests.oracle.selection import (
     Kept,
     ada_heads,
-    crush,
     entropy,
     error_layers,
     geometric_layers,
     gini,
-    k_means,
     keeps,
     keeps_by_need,
     keeps_cheapest_by_layer,
@@ -64,9 +63,7 @@ from tests.oracle.selection import (
     keeps_shared,
     keeps_whole_heads,
     layers_by,
-    pivots_last,
     pyramid_layers,
-    without_like,
 )
 
 SNAPKV = snapkv_scores(8, 7, "max", group_first=True)
