@@ -9,10 +9,12 @@
 ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
+COMMITS := $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 # A thirtieth of the mutations, another one with every commit.
 PARTS ?= 30
-SLICE ?= $(shell n=$$(git rev-list --count HEAD 2>/dev/null || echo 0); \
-	echo $$((n % $(PARTS) + 1))/$(PARTS))
+SLICE ?= $(shell echo $$(($(COMMITS) % $(PARTS) + 1)))/$(PARTS)
+# Half of the slow tests, the other half with the next commit; SLOW_PART=1/1 for all.
+SLOW_PART ?= $(shell echo $$(($(COMMITS) % 2 + 1)))/2
 # Tests start Python many times, which would compile the package each time.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
@@ -51,7 +53,7 @@ test: setup model
 
 # pytest exits with 5 where no test is marked slow: nothing to do then.
 test-slow: setup model
-	@$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS) || \
+	@$(BIN)/python -m pytest -n $(JOBS) -m slow --part $(SLOW_PART) $(PYTEST_ARGS) || \
 		{ status=$$?; [ $$status -eq 5 ] && echo "no test is marked slow" || exit $$status; }
 
 # The suite with the newest releases that pyproject.toml allows, instead of the pinned ones.

@@ -10,8 +10,10 @@ import gc
 import importlib
 import itertools
 import os
+import re
 import signal
 import tempfile
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -83,9 +85,27 @@ def pytest_configure() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}=0".strip()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="I/N", help="run one of n parts of the tests")
+
+
+def part_of(name: str, parts: int) -> int:
+    """Which of so many parts of the suite a test belongs to, 1 for the first: always the same, and
+    parts take about as long."""
+    return zlib.crc32(name.encode()) % parts + 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that take a minute come first: at the end they would keep one process busy alone."""
     items.sort(key=lambda item: item.path.name != "test_sharded.py")
+    given = config.getoption("--part")
+    match = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", given)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise pytest.UsageError(f"--part {given}: give for instance 1/2")
+    part, parts = int(match[1]), int(match[2])
+    left = [item for item in items if part_of(item.nodeid, parts) != part]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if part_of(item.nodeid, parts) == part]
 
 
 # The same examples in every run, so that the suite fails for the change at hand or not at all;
