@@ -98,7 +98,7 @@ def part_of(name: str, parts: int) -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that take a minute come first: at the end they would keep one process busy alone."""
     items.sort(key=lambda item: item.path.name != "test_sharded.py")
-    given = config.getoption("--part")
+    given = str(config.getoption("--part"))
     match = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", given)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise pytest.UsageError(f"--part {given}: give for instance 1/2")
