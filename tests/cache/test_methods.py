@@ -165,6 +165,12 @@ LIKE_OTHERS = (
     "ada-snapkv-kvpress",
     "pyramidkv-geometric",
     "pyramidkv-gini",
+    "pyramidkv-entropy",
+    "snapkv-w64-avg5",
+    "kv-compress-full-l2",
+    "wide-pool",
+    "predicted-reads",
+    "kvzap-linear",
 )
 
 

@@ -152,7 +152,10 @@ def test_steps_compile_beside_the_rounds(caplog):
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize(("shards", "replicas", "group"), [(2, 1, 2), (4, 1, 2), (3, 2, 3)])
+@pytest.mark.parametrize(
+    ("shards", "replicas", "group"),
+    [(2, 1, 2), pytest.param(4, 1, 2, marks=pytest.mark.slow), (3, 2, 3)],
+)
 def test_weights_come_back_as_they_were(shards, replicas, group, stacked):
     model, devices = model_of(stacked, group=group), shards * replicas
     axes = logical_axes(model.config, stacked)
