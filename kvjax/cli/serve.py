@@ -24,10 +24,12 @@ from kvjax.cli.models import (
     add_cache_dtype_option,
     add_calibration_option,
     add_devices_option,
+    add_draft_option,
     add_model_options,
     check_cache_dtypes,
     check_model_options,
     chosen_calibration,
+    chosen_draft,
     load_chosen_model,
     usual_method,
 )
@@ -75,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="further methods that requests may ask for, beside the own one and full",
     )
     add_calibration_option(cache)
+    add_draft_option(cache)
     add_cache_dtype_option(cache)
     cache.add_argument("--floor", type=int, help="least tokens that a rate keeps (128)")
     cache.add_argument(
@@ -324,12 +327,14 @@ def _engine(options: argparse.Namespace, model: LoadedModel, progress: Progress)
     compression, config = engine_settings(options)
     methods = [as_method(name) for name in (compression.method, *config.methods)]
     calibration = chosen_calibration(options, model, methods, progress)
+    longest = config.max_len or model.config.max_position_embeddings
     return {
         "model": model,
         "compression": compression,
         "config": config,
         "cache_dtype": options.cache_dtype,
         "calibration": calibration,
+        "draft": chosen_draft(options, longest, progress),
     }
 
 

@@ -39,6 +39,10 @@ class Draft:
             # Nobody asked for the cache of a draft: what is told is told of the model's.
             llm.warned.add(llm.compression.rate)
 
+    def beside(self, limit: int) -> int:
+        """What is left of a device's bytes for the engine that it drafts for."""
+        return limit - self.llm.plan.total
+
     def check(self, length: int, most: int) -> None:
         """Raise `UserError` where it cannot draft so many tokens behind so many."""
         prompt, sampling = np.zeros(length, np.int32), SamplingParams(max_tokens=most)

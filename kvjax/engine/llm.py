@@ -124,6 +124,7 @@ class LLM:
             behind(bench, methods),
             None if parallel is None else parallel.dealing,
             *(() if together is None else (together.least,)),
+            *(() if self.draft is None else (self.draft.beside,)),
         )
         artefacts = {} if found is None else {n: jnp.asarray(x) for n, x in found.arrays.items()}
         self.worker = Worker(

@@ -75,7 +75,7 @@ def plan_memory(
     planes: Sequence[Plane] = (),
     behind: Behind = NOTHING,
     dealing: Dealing | None = None,
-    least: Callable[[int], int] = lambda limit: limit,
+    allowed: Callable[[int], int] = lambda limit: limit,
 ) -> MemoryPlan:
     """The pool that fits beside everything else.
 
@@ -88,7 +88,7 @@ def plan_memory(
         planes: further numbers per KV that the pool has room for.
         behind: what methods run behind a prompt.
         dealing: how the model's heads are dealt to several devices, if they are.
-        least: bytes that every process may take of a device, from those that this one may.
+        allowed: bytes that it may take of a device, from those that it could.
 
     Raises:
         UserError: it does not fit, with the numbers; no codec stores that dtype; its window is
@@ -96,7 +96,7 @@ def plan_memory(
     """
     devices = 1 if dealing is None else dealing.devices
     weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(model.params))
-    limit = least(_limit(config, weights, devices))
+    limit = allowed(_limit(config, weights, devices))
     return plan_sizes(
         model.config, model.params, config, max_len, cache_dtype, planes, behind, dealing,
         limit=limit,

@@ -14,7 +14,7 @@ from kvjax.cache import CompressionConfig, get_method
 from kvjax.cache.methods.epicache import Episode, UnlikeLayers, clustered, medoid_of_last
 from kvjax.cache.policy import Budget, Scores
 from kvjax.cache.policy.method import KEY_SIMILARITY
-from kvjax.engine import LLM, EngineConfig
+from kvjax.engine import LLM, EngineConfig, memory
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.draft import Draft, check_same
 from kvjax.engine.key_similarity import Blocks, key_similarity
@@ -147,10 +147,12 @@ def test_speckv_keeps_what_another_models_draft_reads(tiny, smaller):
     assert not any(key.step == "draft" for key in llm.worker.compiled.seconds)
 
 
-def test_a_draft_that_cannot_draft_is_refused(tiny, smaller):
+def test_a_draft_that_cannot_draft_is_refused(tiny, smaller, monkeypatch):
+    monkeypatch.setattr(memory, "_limit", lambda *_: 2**30)
     sizes = EngineConfig(max_batch=1, max_len=LENGTH + 20, block_size=B, pool_tokens=512)
     drafts = LLM(smaller.model, CompressionConfig("full"), sizes)
     llm = engine(tiny.model, "speckv", drafts)
+    assert llm.plan.limit == 2**30 - drafts.plan.total
     with pytest.raises(UserError, match=r"^draft: the prompt has 108 tokens [^\n]*$"):
         llm.add_request(PROMPT, greedy(8))
     # Whose method looks not ahead needs none.

@@ -1,8 +1,14 @@
 """`kvjax serve` as a command: what it refuses before it serves."""
 
+import argparse
+
+import pytest
+
 from kvjax import extras
-from kvjax.cli import main_of
+from kvjax.cache.methods.speckv import MOST_DRAFTED, Lookahead
+from kvjax.cli import Progress, main_of
 from kvjax.cli.main import main
+from kvjax.cli.serve import add_options, load_service, server_settings
 from kvjax.serve import bind
 
 
@@ -45,3 +51,19 @@ def test_what_does_not_fit_the_model(capsys, tiny_folder, tmp_path):
         capsys, *small, "--pool-tokens", 512, "--method", "predicted-reads", "--calibration", broken
     )
     assert str(broken) in line
+    line = refusal(capsys, *small, "--pool-tokens", 512, "--draft", tmp_path / "none")
+    assert str(tmp_path / "none") in line
+
+
+@pytest.mark.slow
+def test_another_model_drafts_as_soon_as_steps_are_compiled(tiny_folder):
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    given = f"--weights {tiny_folder} --draft {tiny_folder} --method speckv --rate 2"
+    small = "--max-batch 1 --max-len 256 --pool-tokens 256 --warm-up 200"
+    options = parser.parse_args([*given.split(), *small.split()])
+    service, lengths = load_service(options, server_settings(options), Progress())
+    llm = service.llm.llm
+    assert llm.draft.llm.max_len == llm.max_len + MOST_DRAFTED
+    llm.warm_up(lengths)
+    assert llm.draft.llm.metrics.as_dict()["kvjax_output_tokens_total"] == Lookahead().drafted
