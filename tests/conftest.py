@@ -95,9 +95,13 @@ def part_of(name: str, parts: int) -> int:
     return zlib.crc32(name.encode()) % parts + 1
 
 
+LONGEST = ("test_sharded.py", "test_several_processes.py")
+"""Files whose tests take minutes each."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that take a minute come first: at the end they would keep one process busy alone."""
-    items.sort(key=lambda item: item.path.name != "test_sharded.py")
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     given = str(config.getoption("--part"))
     match = re.fullmatch(r"([0-9]{1,3})/([0-9]{1,3})", given)
     if not match or not 1 <= int(match[1]) <= int(match[2]):

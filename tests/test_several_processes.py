@@ -242,7 +242,7 @@ def decisions(running: list, rounds: int, count: int) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "rounds"), [(2, 10_000), (4, 2_000)])
+@pytest.mark.parametrize(("count", "rounds"), [(2, 4_000), (4, 1_000)])
 def test_all_decide_the_same_in_thousands_of_rounds(running, count, rounds):
     first, *others = decisions(running, rounds, count)
     assert others == [first] * (count - 1)
