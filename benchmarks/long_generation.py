@@ -31,7 +31,10 @@ from kvjax.cli.models import add_calibration_option, check_model_options, chosen
 from kvjax.cli.rows import choose_methods, numbers
 from kvjax.errors import UserError
 
-USUAL = "predicted-reads,predicted-reads-blind,r-kv,h2o-decode,shared-reads,tova,streaming-llm"
+USUAL = (
+    "matched:predicted-reads-blind,predicted-reads-blind,r-kv,triattention,h2o-decode,shared-reads,"
+    "tova,streaming-llm"
+)
 GOODS = ("nails", "bricks", "candles", "ropes", "barrels", "tiles", "lamps", "sacks", "planks")
 THINGS = ("iron gate", "blue lorry", "stone well", "tall crane", "old scale", "cold store")
 ROOM = 64

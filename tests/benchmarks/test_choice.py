@@ -49,6 +49,7 @@ def tokens(model):
     return tokenise(ROW, model.tokenizer, 512, 32)
 
 
+@pytest.mark.slow
 def test_masks_are_what_the_engine_keeps(model, comparison, tokens):
     """By the tokens that each head holds of the same prompt, at the same blocks."""
     heads = (model.config.num_layers, model.config.num_kv_heads)

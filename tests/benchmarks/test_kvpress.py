@@ -340,6 +340,7 @@ def test_other_weights_are_noticed(run, tmp_path):
     assert not (tmp_path / "out.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_noticed(run, tmp_path):
     code, _, err = run("--presses", "tova", token_shift=1)
     assert code == 2

@@ -65,7 +65,7 @@ def run(codec: Codec, head_dim: int, joined: bool):
     ("name", "head_dim", "arrays"),
     [
         ("float32", 64, 1),
-        ("float32", 80, 1),
+        pytest.param("float32", 80, 1, marks=pytest.mark.slow),
         pytest.param("bfloat16", 96, 1, marks=pytest.mark.slow),
         pytest.param("int8", 64, 3, marks=pytest.mark.slow),
         pytest.param("int4", 128, 3, marks=pytest.mark.slow),

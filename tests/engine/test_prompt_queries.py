@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvjax.cache.config import CALIBRATED
 from kvjax.cache.policy.merge import PROMPT_QUERY
@@ -50,6 +51,7 @@ def test_each_chunk_brings_its_own_and_what_is_generated_none():
     assert all(queries is None for queries in given[3:])
 
 
+@pytest.mark.slow
 def test_a_later_turn_brings_its_own():
     """What it says stands behind what is left of the first turn."""
     config = dataclasses.replace(SIZES, share_prefix="always", share_grain=8, retained_prefixes=2)
