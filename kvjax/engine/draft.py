@@ -1,10 +1,12 @@
 """Another model that says what may come behind a prompt, for methods that look ahead."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax.cache import CompressionConfig
 from kvjax.checks import shown
 from kvjax.engine import processes
 from kvjax.engine.checks import checked_request
@@ -35,9 +37,6 @@ class Draft:
             raise UserError("draft: models draft in a single process; let the model draft itself")
         check_same(llm.model.tokenizer, tokenizer)
         self.llm = llm
-        if llm.compression.rate is not None:
-            # Nobody asked for the cache of a draft: what is told is told of the model's.
-            llm.warned.add(llm.compression.rate)
 
     def beside(self, limit: int) -> int:
         """What is left of a device's bytes for the engine that it drafts for."""
@@ -47,7 +46,7 @@ class Draft:
         """Raise `UserError` where it cannot draft so many tokens behind so many."""
         prompt, sampling = np.zeros(length, np.int32), SamplingParams(max_tokens=most)
         try:
-            checked_request(self.llm, prompt, sampling, self.llm.compression, "draft", -1)
+            checked_request(self.llm, prompt, sampling, self._compression(length), "draft", -1)
         except UserError as error:
             raise UserError(f"draft: {error}") from None
 
@@ -55,7 +54,17 @@ class Draft:
         """What it says behind some tokens; less, or nothing, where it fails."""
         if self.llm.dead is not None:
             self.llm.reset()
-        return self.llm.generate([tokens], SamplingParams(max_tokens=most))[0].token_ids
+        sampling, compression = SamplingParams(max_tokens=most), self._compression(len(tokens))
+        return self.llm.generate([tokens], sampling, compression)[0].token_ids
+
+    def _compression(self, length: int) -> CompressionConfig:
+        """Its engine's settings, a rate as the cap that it comes to: nobody asked for that rate, so
+        nobody is told where it is not reached."""
+        own = self.llm.compression
+        if own.rate is None:
+            return own
+        cap = own.cap(length, self.llm.config.block_size)
+        return dataclasses.replace(own, rate=None, max_cache_tokens=cap)
 
 
 def check_same(one: Tokenizer, other: Tokenizer) -> None:

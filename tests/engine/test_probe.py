@@ -161,6 +161,23 @@ def test_a_draft_that_cannot_draft_is_refused(tiny, smaller, monkeypatch):
         engine(tiny.model, "speckv", "smollm2")
 
 
+def test_nobody_is_told_of_the_rate_of_a_draft(smaller, caplog, monkeypatch):
+    sizes = EngineConfig(max_batch=1, max_len=512, block_size=B, pool_tokens=512)
+    own = CompressionConfig("kv-compress", rate=4, floor=64)
+    llm = LLM(smaller.model, own, sizes)
+    drafts, run, asked = Draft(llm, smaller.model.tokenizer), llm.generate, []
+
+    def generate(prompts, sampling, compression):
+        asked.append(compression)
+        return run(prompts, sampling, compression)
+
+    monkeypatch.setattr(llm, "generate", generate)
+    assert len(drafts(PROMPT, 4)) == 4
+    assert asked == [dataclasses.replace(own, rate=None, max_cache_tokens=64)]
+    assert own.reached_rate(LENGTH, B) < 2
+    assert not [record for record in caplog.records if "rate" in record.getMessage()]
+
+
 def test_a_draft_of_another_tokenizer_is_refused(tiny):
     same, other = tiny.model.tokenizer, tiny_tokenizer()
     check_same(same, same)
