@@ -6,7 +6,7 @@ noted. A number that one step in the middle states is asked for at the end. Afte
 tokens the cache is compressed to its cap, also while it holds generated tokens alone. The full
 cache's figures stand beside each method's.
 
-    python -m benchmarks.long_generation                    # 2,048 tokens, cap 256; hours on a CPU
+    python -m benchmarks.long_generation                    # 2,048 tokens, cap 256; half an hour
     python -m benchmarks.long_generation --tokens 1024 --prompts 2 --methods r-kv,streaming-llm
 
 Results are printed as a table; the last line is one JSON object, which --out appends to a file.
