@@ -24,7 +24,7 @@ def marked(names: set[str], slow: set[str]) -> list:
     ]
 
 
-def run(which: str, expression: str) -> None:
+def run(which: str, mark: str) -> None:
     """The tests of a file with a marker expression."""
     # Programs are small: compiling them is what takes the time.
     flags = (
@@ -32,17 +32,7 @@ def run(which: str, expression: str) -> None:
         "--xla_llvm_disable_expensive_passes=true"
     )
     environment = {**os.environ, "XLA_FLAGS": flags, "KVJAX_FAKE_DEVICES": str(DEVICES)}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        expression,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", mark]
     done = subprocess.run(
         [*command, str(FOLDER / f"{which}.py")],
         env=environment, capture_output=True, text=True, check=False,

@@ -268,6 +268,8 @@ def run(options: argparse.Namespace) -> int:
     engine_settings(options)
     settings = server_settings(options)
     warm_up_lengths(options, 2**31 - 1)
+    if options.draft is not None and options.coordinator is not None:
+        raise UserError("--draft: models draft in a single process; let the model draft itself")
     with joined(options, COMPARED) as processes:
         listener = None
         if processes is None or processes.leads:

@@ -35,6 +35,7 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
         (("--model", "none-such"), "none-such"),
         (("--num-processes", 2), "need --coordinator HOST:PORT, or auto"),
         (("--coordinator", "node0", "--num-processes", 2), "--coordinator 'node0': give HOST:PORT"),
+        (("--coordinator", "node0:1", "--draft", "some"), "--draft: models draft in a single"),
     ):
         assert says in refusal(capsys, *arguments)
     find = extras.find_spec
