@@ -65,6 +65,8 @@ def test_another_model_drafts_as_soon_as_steps_are_compiled(tiny_folder):
     options = parser.parse_args([*given.split(), *small.split()])
     service, lengths = load_service(options, server_settings(options), Progress())
     llm = service.llm.llm
-    assert llm.draft.llm.max_len == llm.max_len + MOST_DRAFTED
+    assert llm.draft is not None
+    drafts = llm.draft.llm
+    assert drafts.max_len == llm.max_len + MOST_DRAFTED
     llm.warm_up(lengths)
-    assert llm.draft.llm.metrics.as_dict()["kvjax_output_tokens_total"] == Lookahead().drafted
+    assert drafts.metrics.as_dict()["kvjax_output_tokens_total"] == Lookahead().drafted
