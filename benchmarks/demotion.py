@@ -169,7 +169,7 @@ def measured(
     rates = {name: rates_of(options, x, model.config.head_dim) for name, x in shares.items()}
     calibration = chosen_calibration(options, model, [base], progress)
     artefacts = {} if calibration is None else calibration.on_device()
-    config = EvaluatorConfig(free_tokens=0, answers=False)
+    config = EvaluatorConfig(block_size=BLOCK, free_tokens=0, answers=False)
     evaluator = Evaluator(model, config, artefacts)
     progress("prompts")
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, Skipped()), Skipped())

@@ -261,6 +261,7 @@ def run(options: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "openai"):
         check_extra(package, "serve", "kvjax serve")
     from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.engine.draft import ALONE
 
     # What can be refused without a model is refused before one is loaded.
     check_model_options(options)
@@ -269,7 +270,7 @@ def run(options: argparse.Namespace) -> int:
     settings = server_settings(options)
     warm_up_lengths(options, 2**31 - 1)
     if options.draft is not None and options.coordinator is not None:
-        raise UserError("--draft: models draft in a single process; let the model draft itself")
+        raise UserError(f"--draft: {ALONE}")
     with joined(options, COMPARED) as processes:
         listener = None
         if processes is None or processes.leads:

@@ -17,6 +17,8 @@ from kvjax.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from kvjax.engine.llm import LLM
 
+ALONE = "models draft in a single process; let the model draft itself"
+
 
 class Draft:
     """An engine that drafts greedily, from a cache that it compresses by its own settings.
@@ -34,7 +36,7 @@ class Draft:
         if not hasattr(llm, "engine"):
             raise UserError(f"draft {shown(llm)}: give an LLM")
         if processes.current() is not None:
-            raise UserError("draft: models draft in a single process; let the model draft itself")
+            raise UserError(f"draft: {ALONE}")
         check_same(llm.model.tokenizer, tokenizer)
         self.llm = llm
 
