@@ -109,8 +109,8 @@ def test_processes_are_compared_by_all_that_they_have_to_have_alike():
     of_each = {"weights", "calibration", "memory_fraction", "coordinator", "num_processes",
                "process_id", "coordinator_timeout"}  # fmt: skip
     of_the_first = {
-        "host", "port", "served_name", "api_key", "max_waiting", "deadline", "max_tokens",
-        "default_max_tokens", "max_body_bytes", "max_choices", "drain", "warm_up",
+        "host", "port", "served_name", "api_key", "allowed_hosts", "max_waiting", "deadline",
+        "max_tokens", "default_max_tokens", "max_body_bytes", "max_choices", "drain", "warm_up",
         "warm_up_logprobs", "page", "log_prompts",
     }  # fmt: skip
     of_one = {"draft"}

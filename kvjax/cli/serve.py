@@ -55,6 +55,7 @@ COMPARED = (
 )  # fmt: skip
 """Options that all processes of a server have to be given alike: the others are the first one's, or
 of its machine."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WARM_UP = (128, 1024)
 """Lengths of prompts that are compiled for, where no others are given and the context has room."""
 
@@ -114,7 +115,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--api-key", help=f"that clients have to send; better in {KEY_VARIABLE}; A,B for several"
     )
     server.add_argument(
-        "--max-waiting", type=int, default=256, help="requests in the queue (%(default)s)"
+        "--allowed-hosts",
+        metavar="A,B",
+        help="names by which clients may ask for the server, * for any (this machine's, for a "
+        "server of this machine alone without a key; else any)",
+    )
+    server.add_argument(
+        "--max-waiting",
+        type=int,
+        default=256,
+        help="requests in the queue, beside --max-batch that run (%(default)s)",
     )
     server.add_argument(
         "--deadline",
@@ -210,12 +220,15 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
     from kvjax.serve import ServerSettings
 
     check_whole("--port", options.port, 0, 65535)
-    keys = options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE, "")
-    if options.api_key is not None and not keys.strip(","):
-        raise UserError("--api-key is empty: give a key, or leave it out for an open server")
+    name, keys = "--api-key", options.api_key
+    if keys is None:
+        name, keys = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
+    if keys is not None and not keys.strip(","):
+        raise UserError(f"{name} is empty: give a key, or leave it out for an open server")
     return ServerSettings(
         served_name=options.served_name,
-        api_keys=tuple(key for key in keys.split(",") if key),
+        api_keys=tuple(key for key in (keys or "").split(",") if key),
+        hosts=allowed_hosts(options, keys is not None),
         deadline=options.deadline or None,
         max_body_bytes=options.max_body_bytes,
         max_tokens=options.max_tokens,
@@ -226,6 +239,25 @@ def server_settings(options: argparse.Namespace) -> ServerSettings:
         log_prompts=options.log_prompts,
         page=options.page,
     )
+
+
+def allowed_hosts(options: argparse.Namespace, keyed: bool) -> tuple[str, ...] | None:
+    """Names by which clients may ask for the server; None for any.
+
+    A server for this machine alone that has no key is asked for by this machine's names: a page
+    of another site may let its own lead here, and would be answered.
+
+    Raises:
+        UserError: none is given.
+    """
+    given, host = options.allowed_hosts, options.host.lower()
+    alone = not keyed and (host in LOOPBACK or host.startswith("127."))
+    if given == "*" or (given is None and not alone):
+        return None
+    named = [name.strip().lower() for name in (given or "").split(",") if name.strip()]
+    if given is not None and not named:
+        raise UserError("--allowed-hosts is empty: give names, or * for any")
+    return tuple(dict.fromkeys([*LOOPBACK, host, *named]))
 
 
 def warm_up_lengths(options: argparse.Namespace, max_len: int) -> list[int]:

@@ -36,7 +36,8 @@ class EngineConfig:
     """Share of the device's memory that weights, pool and scratch take together."""
 
     max_waiting: int | None = None
-    """Most requests in the queue; more are refused. None for no limit."""
+    """Most requests in the queue, beside the `max_batch` that may run; more are refused. None for
+    no limit."""
     share_prefix: Literal["never", "auto", "always"] = "never"
     """Whether prompts go on from what is left of others that they begin with (docs/design.md).
     "auto" leaves out methods that look at the question: what they keep of a text answers the

@@ -67,7 +67,7 @@ class Engine:
         shards = [worker.shard_blocks] * worker.num_shards
         self.scheduler = Scheduler(config, shards, worker.shard_heads)
         self.metrics = EngineMetrics(sum(shards))
-        self.intake, self.owner = Intake(config.max_waiting), Owner()
+        self.intake, self.owner = Intake(config.max_waiting, config.max_batch), Owner()
         self.keeper = Keeper(config, worker, self.scheduler)
         self.outbox = Outbox(self.intake, self.metrics, clock)
         self._starts: list[tuple[PromptJob, InsertReport]] = []
@@ -115,7 +115,7 @@ class Engine:
             UserError: it cannot be taken now, as `Intake.add` says.
         """
         request.stats.arrival = self.clock()
-        self.intake.add(request, self._text_of(request), len(self.scheduler.waiting))
+        self.intake.add(request, self._text_of(request))
         self.metrics.requests.inc()
 
     def take_over(self, request: Request) -> None:

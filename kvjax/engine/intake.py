@@ -52,8 +52,8 @@ class Owner:
 class Intake:
     """Open requests by id, in the order they came."""
 
-    def __init__(self, max_waiting: int | None):
-        self._max_waiting = max_waiting
+    def __init__(self, max_waiting: int | None, max_batch: int):
+        self._max_waiting, self._max_batch = max_waiting, max_batch
         self._lock = threading.RLock()
         self._new: list[Request] = []
         self._aborts: list[Request] = []
@@ -73,24 +73,23 @@ class Intake:
                 if name not in self.open and name not in self._outbox
             )
 
-    def add(self, request: Request, text: RequestText, waiting: int) -> None:
+    def add(self, request: Request, text: RequestText) -> None:
         """Queue a request for the next round.
 
-        Args:
-            request: the request.
-            text: its text.
-            waiting: requests that wait already, those that came since the last round not counted.
-
         Raises:
-            QueueFull: too many wait.
+            QueueFull: as many run and wait as may.
             UserError: its id is in use.
         """
         with held(), self._lock:
             if request.id in self.open or request.id in self._outbox:
                 raise UserError(f"request id {request.id!r} is in use: give another")
+            # Those that slots are free for wait only until the next round.
             most = self._max_waiting
-            if most is not None and waiting + len(self._new) >= most:
-                raise QueueFull(f"{most} requests are waiting, which is max_waiting: come later")
+            if most is not None and len(self.open) >= most + self._max_batch:
+                raise QueueFull(
+                    f"{len(self.open)} requests run or wait, which is max_waiting {most} beside "
+                    f"max_batch {self._max_batch}: come later"
+                )
             self.open[request.id] = request, text
             self._new.append(request)
             if request.deadline is not None:

@@ -199,7 +199,17 @@ class LLM:
             UserError: there is none of that name, or the engine lacks what it needs.
         """
         asked, one = CompressionConfig(method=method, rate=2), SamplingParams(max_tokens=1)
-        checked_request(self, np.zeros(1, np.int32), one, asked, "offer", -1)
+        self.check(np.zeros(1, np.int32), one, asked)
+
+    def check(
+        self, prompt: Prompt, sampling: SamplingParams, compression: CompressionConfig
+    ) -> None:
+        """Refuse a request that could never be served; nothing is queued. From any thread.
+
+        Raises:
+            UserError: says why, and what would do.
+        """
+        checked_request(self, prompt, sampling, compression.chosen(self._usual), "check", -1)
 
     def memory(self) -> dict[str, int]:
         """Bytes: the plan's parts, and what the device says is in use, at most so far, and there.

@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from kvjax.cache import CacheSpec
 from kvjax.engine import RequestOutput, TokenLogprobs
+from kvjax.models.streaming import StreamDecoder
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.serve.tools import CallReader, Form, form_of
 
@@ -22,14 +23,19 @@ def usage_of(prompts: Sequence[Sequence[int]], last: Iterable[RequestOutput]) ->
     """Tokens of a whole request: each prompt once, and all that was generated."""
     last = list(last)
     prompt, generated = sum(map(len, prompts)), sum(len(output.token_ids) for output in last)
-    # Choices of one prompt may each find a part of it; no more than all of it is told.
-    cached = sum(int(getattr(output.stats, "cached_tokens", 0) or 0) for output in last)
+    # Of a prompt's choices the one that found the least: others found what that one had just run.
+    found = [int(getattr(output.stats, "cached_tokens", 0) or 0) for output in last]
+    each = max(1, len(found) // len(prompts))
+    cached = sum(
+        min(len(tokens), min(found[each * i : each * (i + 1)], default=0))
+        for i, tokens in enumerate(prompts)
+    )
     return CompletionUsage.model_validate(
         {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
     ).model_dump(exclude_unset=True)
 
@@ -88,9 +94,10 @@ class Answer:
     prefix = ""
     part_object = ""
 
-    def __init__(self, model: str, tokenizer: Tokenizer):
+    def __init__(self, model: str, tokenizer: Tokenizer, ignore_eos: bool = False):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._tokenizer = tokenizer
+        self._ends = frozenset() if ignore_eos else tokenizer.eos_ids
         self._common = {"id": self.id, "created": int(time.time()), "model": model}
 
     def whole(
@@ -123,7 +130,8 @@ class Answer:
     def _entries(self, output: RequestOutput, seen: int) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens from number `seen` on that are in the text."""
         found = list((output.logprobs or ())[seen:])
-        if output.finish_reason == "eos" and found:
+        # By the token: a first one is handed over before it is known to be the last.
+        if found and found[-1].token in self._ends:
             found.pop()
         return found
 
@@ -141,11 +149,19 @@ class ChatAnswer(Answer):
     prefix = "chatcmpl"
     part_object = "chat.completion.chunk"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, tools: Collection[str] = ()):
-        """Begin an answer that may call these tools."""
-        super().__init__(model, tokenizer)
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        tools: Collection[str] = (),
+        most_calls: int | None = None,
+        ignore_eos: bool = False,
+    ):
+        """Begin an answer of which each choice may call these tools, so many times."""
+        super().__init__(model, tokenizer, ignore_eos)
         self._form: Form | None = form_of(tokenizer.chat_template or "") if tools else None
         self._tools, self._readers = tools, dict[int, CallReader]()
+        self._most_calls = most_calls
         self._calls: dict[int, int] = {}
         """How many calls each choice has."""
 
@@ -159,6 +175,8 @@ class ChatAnswer(Answer):
             rest, last = reader.flush()
             shown, calls = shown + rest, calls + last
         begun = self._calls.get(index, 0)
+        if self._most_calls is not None:
+            calls = calls[: max(0, self._most_calls - begun)]
         self._calls[index] = begun + len(calls)
         return shown, [{"index": begun + i, **call.as_dict()} for i, call in enumerate(calls)]
 
@@ -223,6 +241,11 @@ class CompletionAnswer(Answer):
     prefix = "cmpl"
     part_object = "text_completion"
 
+    def __init__(self, model: str, tokenizer: Tokenizer, ignore_eos: bool = False):
+        super().__init__(model, tokenizer, ignore_eos)
+        self._decoders: dict[int, tuple[StreamDecoder, int]] = {}
+        """Of each choice, and the letters of its text so far."""
+
     def whole(self, outputs, usage, kvjax):
         choices = [self._choice(i, output, output.text, 0) for i, output in enumerate(outputs)]
         value = {**self._common, "object": "text_completion", "choices": choices}
@@ -240,21 +263,22 @@ class CompletionAnswer(Answer):
             "index": index,
             "text": text,
             "finish_reason": _reason(output),
-            "logprobs": self._logprobs(output, seen),
+            "logprobs": self._logprobs(index, output, seen),
         }
 
-    def _logprobs(self, output: RequestOutput, seen: int) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, output: RequestOutput, seen: int) -> dict[str, Any] | None:
         if output.logprobs is None:
             return None
         entries = self._entries(output, seen)
-        before = self._tokenizer.decode(output.token_ids[:seen])
-        offset, offsets, tokens = len(before), [], []
+        decoder, letters = self._decoders.get(index) or (self._tokenizer.stream(), 0)
+        offsets = []
         for entry in entries:
-            offsets.append(offset)
-            tokens.append(self._text(entry.token)[0])
-            offset += len(tokens[-1])
+            offsets.append(letters)
+            # Parts of a letter are none until the last of them.
+            letters += len(decoder.push(entry.token))
+        self._decoders[index] = decoder, letters
         return {
-            "tokens": tokens,
+            "tokens": [self._text(entry.token)[0] for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             # Of tokens that read alike the likeliest is told: keys are texts here.
             "top_logprobs": [

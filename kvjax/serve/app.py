@@ -18,6 +18,7 @@ from kvjax.serve.guard import Guard
 from kvjax.serve.jobs import (
     Job,
     Tokens,
+    asked_tokens,
     check_offered,
     compression_of,
     deadline_of,
@@ -61,7 +62,7 @@ def make_app(service: Service) -> ASGIApp:
     _add_generation(app, service)
     if service.settings.page:
         _add_page(app)
-    return Guard(app, service)
+    return Guard(app, service, {getattr(route, "path", "") for route in app.routes})
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -189,9 +190,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         except kvjax.UserError as error:
             raise ApiError(400, str(error)) from error
         detail = body.kvjax is not None and body.kvjax.detail
-        job = Job(found, samplings, compression, deadline_of(body.kvjax, settings), detail)
+        deadline, shortens = deadline_of(body.kvjax, settings), asked_tokens(body)[1] is None
+        job = Job(found, samplings, compression, deadline, detail, shortens)
         running = service.begin(job)
         note(response_id=answer.id)
+        if settings.log_prompts:
+            note(prompts=[service.tokenizer.decode(p, False) for p in found])
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             parts = events(service, running, job, answer, include_usage, note)
@@ -206,7 +210,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             note(client="gone")
             return Response(status_code=CLOSED)
         if settings.log_prompts:
-            note(prompts=[service.tokenizer.decode(p, False) for p in found], answer=result)
+            note(answer=result)
         return json_response(result)
 
     @app.post("/v1/chat/completions")
@@ -216,7 +220,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         def prompts() -> list[Tokens]:
             return [render(service.tokenizer, body.messages, tools, body.chat_template_kwargs)]
 
-        answer = ChatAnswer(service.name, service.tokenizer, names_of(tools))
+        most_calls = 1 if body.parallel_tool_calls is False else None
+        answer = ChatAnswer(
+            service.name, service.tokenizer, names_of(tools), most_calls, body.ignore_eos
+        )
         return await generate(request, body, answer, prompts)
 
     @app.post("/v1/completions")
@@ -224,7 +231,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         def prompts() -> list[Tokens]:
             return prompts_of(body, service.tokenizer)
 
-        answer = CompletionAnswer(service.name, service.tokenizer)
+        answer = CompletionAnswer(service.name, service.tokenizer, body.ignore_eos)
         return await generate(request, body, answer, prompts)
 
 

@@ -76,5 +76,6 @@ def of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, "the body is no JSON: send one JSON object", code="invalid_json")
     words = _WORDS.get(found["type"]) or found["msg"]
     value = "" if found["type"] == "missing" else f" {shown(found.get('input'))}"
-    where = ".".join(path[:4]) or "the body"
+    # Of a path that goes deep, also the field it ends at.
+    where = ".".join([*path[:3], *path[3:][-1:]]) or "the body"
     return ApiError(400, f"{where}{value}: {words[:1].lower()}{words[1:]}", param=name)

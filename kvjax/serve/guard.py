@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,8 +32,9 @@ class Gone(Exception):
 class Guard:
     """ASGI middleware; the outermost, so that nothing gets past it."""
 
-    def __init__(self, app: ASGIApp, service: Service):
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, service: Service, paths: Collection[str]):
+        """Stand before an application that has these paths."""
+        self._app, self._service, self._paths = app, service, paths
         self._keys = [key.encode() for key in service.settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,6 +59,7 @@ class Guard:
         metrics.open.inc()
         try:
             try:
+                self._check_host(headers)
                 self._check_key(scope, headers)
                 body = await body_of(scope, headers, receive, self._service.settings.max_body_bytes)
                 await self._app(scope, _replayed(body, receive), answer)
@@ -72,7 +75,9 @@ class Guard:
         finally:
             metrics.open.dec()
             seconds = time.perf_counter() - began
-            path = getattr(scope.get("route"), "path", "other")
+            # What is refused here has no route yet, but may name one.
+            asked = scope["path"] if scope["path"] in self._paths else "other"
+            path = getattr(scope.get("route"), "path", asked)
             metrics.answered(path, status or CLOSED, seconds)
             line = {
                 "request_id": name,
@@ -84,6 +89,24 @@ class Guard:
             }
             if path not in ("/health", "/ready", "/metrics", "/kvjax/status"):
                 log.info("request", extra={"fields": line})
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse who asks for another machine: a page of another site whose name leads here.
+
+        Raises:
+            ApiError: the name is not one of the settings' `hosts`.
+        """
+        hosts = self._service.settings.hosts
+        if hosts is None:
+            return
+        name = host_name(headers.get(b"host", b"").decode("latin-1"))
+        if name not in hosts:
+            raise ApiError(
+                403,
+                f"host {name[:100]!r}: this server is asked for as {', '.join(hosts)}; start it "
+                "with --allowed-hosts for other names",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse who has no key.
@@ -104,6 +127,13 @@ class Guard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def host_name(given: str) -> str:
+    """The name in a Host header, in small letters, without a port and the brackets of IPv6."""
+    if given.startswith("["):
+        return given[1:].partition("]")[0].lower()
+    return given.partition(":")[0].lower()
 
 
 _CLOSE = {"Connection": "close"}

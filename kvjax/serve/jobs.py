@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.cache import CompressionConfig
-from kvjax.cache.config import SIZES
+from kvjax.cache.config import AUTO, SIZES, as_method
 from kvjax.engine import SamplingParams
 from kvjax.errors import UserError
 from kvjax.models.tokenizer import Tokenizer
@@ -29,6 +29,12 @@ class Job:
     compression: CompressionConfig
     deadline: float | None
     detail: bool
+    shortens: bool = False
+    """Whether an answer may have fewer tokens than `samplings` say: no client asked for them."""
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * len(self.samplings)
 
 
 def render(
@@ -71,7 +77,7 @@ def _turn(message: Message) -> dict[str, Any]:
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"])
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ApiError(
                     400, "the arguments of a tool call are no JSON", param="messages"
                 ) from None
@@ -170,13 +176,29 @@ def compression_of(
             400, f"compression.method {method[:60]!r}: this server offers {known}",
             param="compression",
         )  # fmt: skip
-    if sum(name in asked for name in SIZES) == 1:
+    sized = [name for name in SIZES if name in asked]
+    if len(sized) == 1:
         # The one that is asked for replaces the server's, whichever that is.
         asked = {**dict.fromkeys(SIZES), **asked}
+    if sized and asked.get("rate") != 1:
+        if method is None and not usual.resolved.compresses:
+            asked["method"] = AUTO
+        elif method is not None and not as_method(method).compresses:
+            raise ApiError(
+                400, f"compression.{sized[0]} {asked[sized[0]]}: method {method} evicts nothing: "
+                "leave one of them out", param="compression",
+            )  # fmt: skip
     try:
         return dataclasses.replace(usual, **asked)
     except UserError as error:
         raise ApiError(400, f"compression: {error}", param="compression") from error
+
+
+def asked_tokens(body: Request) -> tuple[str, int | None]:
+    """The field that limits an answer's tokens, and what it says."""
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
 
 
 def max_tokens_of(body: Request, prompt_len: int, max_len: int, settings: ServerSettings) -> int:
@@ -185,9 +207,7 @@ def max_tokens_of(body: Request, prompt_len: int, max_len: int, settings: Server
     Raises:
         ApiError: the prompt leaves no room, or more is asked for than may be.
     """
-    name, asked = "max_tokens", body.max_tokens
-    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        name, asked = "max_completion_tokens", body.max_completion_tokens
+    name, asked = asked_tokens(body)
     room = max_len - prompt_len
     if room < 1:
         raise ApiError(

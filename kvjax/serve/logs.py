@@ -51,7 +51,7 @@ def write_logs(stream: TextIO, messages: bool = False) -> None:
     handler.setFormatter(JsonLines(messages))
     for name, level in (
         ("kvjax", logging.WARNING),
-        ("kvjax.engine.llm", logging.ERROR),  # each answer says what rate it reached
+        ("kvjax.engine.tell", logging.ERROR),  # each answer says what rate it reached
         ("kvjax.serve", logging.INFO),
         ("uvicorn", logging.WARNING),
         ("uvicorn.access", logging.CRITICAL),

@@ -9,8 +9,9 @@ class ServerMetrics:
     """Counters and histograms of the HTTP side."""
 
     def __init__(self, registry: CollectorRegistry):
-        def histogram(name: str, help_: str) -> Histogram:
-            return Histogram(f"kvjax_http_{name}", help_, registry=registry, buckets=_SECONDS)
+        def histogram(name: str, help_: str, labels: tuple[str, ...] = ()) -> Histogram:
+            name = f"kvjax_http_{name}"
+            return Histogram(name, help_, labels, registry=registry, buckets=_SECONDS)
 
         self._requests = Counter(
             "kvjax_http_requests", "HTTP requests answered", ("path", "status"), registry=registry
@@ -19,7 +20,9 @@ class ServerMetrics:
             "kvjax_http_clients_gone", "Requests whose client left first", registry=registry
         )
         self.open = Gauge("kvjax_http_requests_open", "HTTP requests open", registry=registry)
-        self._seconds = histogram("request_seconds", "From a request's head to the answer's end")
+        self._seconds = histogram(
+            "request_seconds", "From a request's head to the answer's end", ("path",)
+        )
         self._first = histogram("time_to_first_token_seconds", "From admission to the first token")
         self._between = histogram(
             "inter_token_latency_seconds", "Between tokens of one answer as they are handed over"
@@ -28,7 +31,7 @@ class ServerMetrics:
     def answered(self, path: str, status: int, seconds: float) -> None:
         """A request to a known path (a route's, not a client's words) has had its answer."""
         self._requests.labels(path, str(status)).inc()
-        self._seconds.observe(seconds)
+        self._seconds.labels(path).observe(seconds)
 
     def sent(self, tokens: int, seconds: float, *, first: bool) -> None:
         """So many tokens of an answer came so long after those before."""

@@ -1,18 +1,31 @@
 """What clients may send. A field that is unknown, or that would change the answer and is not
 offered, is refused; one that changes nothing is taken and left alone."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_MESSAGES = 4096
 MOST_STOPS = 64
+
+T = TypeVar("T")
+Listed = Annotated[list[T], Field(fail_fast=True)]
+"""A list of any length: its first wrong item is told and no other, which would take long."""
 
 
 class Body(BaseModel):
     """A JSON object without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, value: Any) -> Any:
+        """Of unknown fields the first is enough to be refused for, as in `Listed`."""
+        if not isinstance(value, dict):
+            return value
+        unknown = next((name for name in value if name not in cls.model_fields), None)
+        return {n: x for n, x in value.items() if n in cls.model_fields or n == unknown}
 
 
 class Compression(Body):
@@ -38,7 +51,7 @@ class Extras(Body):
         False, description="Say which tokens of the prompt each KV head kept, in `kvjax.detail`."
     )
     deadline: float | int | None = Field(
-        None, gt=0, description="Seconds after which the answer ends with what it has."
+        None, gt=0, le=1e9, description="Seconds after which the answer ends with what it has."
     )
 
 
@@ -76,13 +89,13 @@ class Request(Body):
     # Known, and refused where they ask for something.
     frequency_penalty: float | int | None = None
     presence_penalty: float | int | None = None
-    logit_bias: dict[str, float | int] | None = None
+    logit_bias: dict[str, Any] | None = None
 
 
 class CompletionRequest(Request):
     """POST /v1/completions"""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     suffix: str | None = None
@@ -100,7 +113,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Listed[TextPart] | None = None
 
 
 class ChatRequest(Request):
@@ -110,11 +123,11 @@ class ChatRequest(Request):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    modalities: Listed[str] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further names for the model's chat template."
@@ -127,7 +140,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
-    tools: list[dict[str, Any]] | None = None
+    tools: Listed[dict[str, Any]] | None = None
     add_special_tokens: bool = True
 
 
@@ -135,4 +148,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Listed[int]

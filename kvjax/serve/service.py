@@ -1,8 +1,10 @@
 """The server's state: an engine, what may be asked of it, and whether it takes requests."""
 
 import asyncio
+import bisect
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import time
 import warnings
@@ -176,8 +178,14 @@ class Service:
             ApiError: it can never be served, or not now.
         """
         self.check_open()
-        asked = [(prompt, sampling) for prompt in job.prompts for sampling in job.samplings]
+        config = self.llm.llm.config
+        most = None if config.max_waiting is None else config.max_waiting + config.max_batch
+        if most is not None and job.choices > most:
+            raise ApiError(400, f"{job.choices} sequences at once: this server runs and queues at "
+                           f"most {most}: ask for fewer")  # fmt: skip
         try:
+            job = self._fitting(job)
+            asked = [(prompt, sampling) for prompt in job.prompts for sampling in job.samplings]
             # The response says what was reached.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RateWarning)
@@ -194,6 +202,30 @@ class Service:
             raise ApiError(400, str(error)) from error
         self._open.add(choices)
         return Running(self, choices)
+
+    def _fitting(self, job: Job) -> Job:
+        """The job with as many tokens to generate as the engine has room for, where nobody asked
+        for a number.
+
+        Raises:
+            UserError: a prompt can never be served.
+        """
+        sampling = job.samplings[0]
+
+        def room(tokens: int) -> bool:
+            one = dataclasses.replace(sampling, max_tokens=tokens)
+            try:
+                for prompt in job.prompts:
+                    self.llm.llm.check(prompt, one, job.compression)
+            except UserError:
+                return False
+            return True
+
+        if not job.shortens or room(sampling.max_tokens) or not room(1):
+            return job
+        fits = bisect.bisect_left(range(1, sampling.max_tokens), True, key=lambda n: not room(n))
+        samplings = [dataclasses.replace(one, max_tokens=fits) for one in job.samplings]
+        return dataclasses.replace(job, samplings=samplings)
 
     def note_end(self, outputs: AsyncOutputs) -> None:
         """The choices of a request are done with."""
@@ -234,9 +266,10 @@ class Running:
         nothing came for `silence` seconds.
 
         Raises:
-            ApiError: one of them failed.
+            ApiError: one of them failed, or none had begun when time or blocks ran out.
         """
         clocks: dict[int, float] = {}
+        late: list[tuple[int, RequestOutput]] = []
         begun = time.perf_counter()
         while self._choices.running:
             try:
@@ -256,6 +289,17 @@ class Running:
             if new:
                 clocks[number] = now
             self.last[number] = output
+            if output.finish_reason in ("deadline", "pool") and not output.token_ids:
+                late.append((number, output))
+                continue
+            yield number, output
+        if late and not any(output.token_ids for output in self.outputs):
+            if late[0][1].finish_reason == "deadline":
+                raise ApiError(504, "the deadline passed before the first token", code="deadline")
+            raise ApiError(503, "blocks ran out before the first token: ask for fewer tokens or a "
+                           "higher rate", code="pool_full")  # fmt: skip
+        # Beside choices that began, it is one without a token.
+        for number, output in late:
             yield number, output
 
     def _check(self, output: RequestOutput) -> None:
@@ -267,8 +311,3 @@ class Running:
         if output.finish_reason == "abort":
             raise ApiError(503, "the server is shutting down: ask another", code="shutting_down",
                            headers={"Retry-After": "5"})  # fmt: skip
-        if output.finish_reason == "deadline" and not output.token_ids:
-            raise ApiError(504, "the deadline passed before the first token", code="deadline")
-        if output.finish_reason == "pool" and not output.token_ids:
-            raise ApiError(503, "blocks ran out before the first token: ask for fewer tokens or "
-                           "a higher rate", code="pool_full")  # fmt: skip

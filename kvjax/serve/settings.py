@@ -18,6 +18,9 @@ class ServerSettings:
     """What clients call the model; its own name by default."""
     api_keys: tuple[str, ...] = ()
     """Any of these opens the server, as `Authorization: Bearer KEY`; without any, it is open."""
+    hosts: tuple[str, ...] | None = None
+    """Names and addresses by which it is asked for, in small letters; None for any. A page of
+    another site that lets its own name lead to this machine is refused by them."""
     deadline: float | None = 600.0
     """Seconds after which a request ends with what it has; clients may ask for fewer."""
     max_body_bytes: int = 4 << 20
@@ -62,5 +65,8 @@ class ServerSettings:
                 raise UserError(
                     f"an API key of {len(key)} letters: give printable ASCII without spaces"
                 )
+        for host in self.hosts or ():
+            if not check_text("hosts", host) or host != host.lower():
+                raise UserError(f"hosts {shown(host)}: give names or addresses in small letters")
         for method in self.methods:
             check_text("methods", method, f"names of methods, not {shown(method)}")

@@ -94,7 +94,7 @@ async def events(
     service: Service, running: Running, job: Job, answer: Answer, include_usage: bool, note: Note
 ) -> AsyncGenerator[bytes, None]:
     """The parts of an answer as server-sent events, to the last."""
-    choices = len(job.prompts) * len(job.samplings)
+    choices = job.choices
     usage_so_far: dict[str, Any] = {"usage": None} if include_usage else {}
     plan = service.llm.llm.plan
     seen, begun = [0] * choices, [False] * choices
@@ -120,6 +120,8 @@ async def events(
         usage, kept = usage_of(job.prompts, running.outputs), told(service, running, job)
         kept.pop("detail", None)
         note_answer(note, running, usage, kept)
+        if service.settings.log_prompts:
+            note(answer=[output.text for output in running.outputs])
         if include_usage:
             yield _event(answer.usage_chunk(usage, kept))
     except ApiError as error:

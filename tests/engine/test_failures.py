@@ -350,18 +350,19 @@ def test_a_deadline_ends_a_request_with_what_it_has(tiny_params, compression):
 
 
 def test_a_queue_has_a_limit_where_one_is_set(tiny_params):
-    llm = make_llm(tiny_params, max_waiting=2)
-    for _ in range(2):
+    # Beside those that a slot is free for.
+    llm = make_llm(tiny_params, max_waiting=2, max_batch=1)
+    for _ in range(3):
         llm.add_request(prompts_of(10)[0], greedy(4))
-    with pytest.raises(UserError, match="2 requests are waiting, which is max_waiting: come later"):
+    with pytest.raises(UserError, match="3 requests run or wait, which is max_waiting 2 beside"):
         llm.add_request(prompts_of(10)[0], greedy(4))
     drain(llm)
     llm.add_request(prompts_of(10)[0], greedy(4))
     drain(llm)
     found = llm.metrics.as_dict()
-    assert found["kvjax_requests_total"] == 3
+    assert found["kvjax_requests_total"] == 4
     assert found["kvjax_requests_refused_total"] == 1
-    assert found['kvjax_requests_ended_total{reason="length"}'] == 3
+    assert found['kvjax_requests_ended_total{reason="length"}'] == 4
     assert_empty(llm)
 
 

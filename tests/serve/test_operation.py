@@ -9,6 +9,8 @@ import threading
 import httpx
 import pytest
 
+from kvjax.cache import CompressionConfig
+from kvjax.serve.logs import write_logs
 from tests.serve.conftest import ONE, events_of
 from tests.serve.test_clients import COMPLETE, LONG, idle, raw, until
 
@@ -71,6 +73,41 @@ def test_the_log_has_ids_and_numbers_and_no_prompt(serve, caplog):
     assert line["kvs_before"] >= line["kvs_after"] > 0
     assert not any("secret" in line for line in lines)
     assert json.dumps(text)[1:-1] not in "".join(lines)
+
+
+def test_prompts_and_answers_are_logged_where_an_operator_asks_for_them(serve, caplog):
+    body = {"prompt": "a word", "max_tokens": 3, "ignore_eos": True}
+    with serve(log_prompts=True) as server, server.client() as client:
+        text = client.post(COMPLETE, json=body).json()["choices"][0]["text"]
+        with client.stream("POST", COMPLETE, json={**body, "stream": True}) as response:
+            streamed = "".join(e["choices"][0]["text"] for e in events_of(response)[:-1])
+    whole, stream = [
+        r.fields for r in caplog.records if hasattr(r, "fields") and "answer" in r.fields
+    ]
+    assert whole["prompts"] == stream["prompts"] == ["a word"]
+    assert whole["answer"]["choices"][0]["text"] == text
+    assert stream["answer"] == [streamed]
+
+
+def test_an_ordinary_request_is_no_reason_for_a_warning(serve, tmp_path):
+    """Answers say what rate they reached; a short prompt never reaches it."""
+    loggers = [logging.getLogger(name) for name in (
+        "kvjax", "kvjax.engine.tell", "kvjax.serve", "uvicorn", "uvicorn.access")]  # fmt: skip
+    before = [(one, one.level, one.propagate, one.handlers) for one in loggers]
+    path = tmp_path / "log"
+    with serve(CompressionConfig(method="kv-compress", rate=8)) as server, path.open("w") as lines:
+        write_logs(lines)
+        try:
+            with server.client() as client:
+                found = client.post(COMPLETE, json={"prompt": "a word", "max_tokens": 2}).json()
+        finally:
+            for one, level, propagate, handlers in before:
+                one.setLevel(level)
+                one.propagate, one.handlers = propagate, handlers
+    assert found["kvjax"]["achieved_rate"] == 1
+    levels = [json.loads(line)["level"] for line in path.read_text().splitlines()]
+    assert levels
+    assert set(levels) == {"info"}
 
 
 def test_exceptions_are_logged_without_what_they_say():

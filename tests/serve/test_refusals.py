@@ -8,9 +8,10 @@ import time
 import httpx
 import pytest
 
+from kvjax.cache import CompressionConfig
 from kvjax.errors import UserError
 from kvjax.serve import ServerSettings, bind
-from tests.serve.conftest import ONE, chat_tokenizer
+from tests.serve.conftest import ONE, chat_tokenizer, events_of
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TURN = {"messages": [{"role": "user", "content": "hi"}]}
@@ -66,6 +67,8 @@ def refused(response: httpx.Response, status: int) -> dict:
         (COMPLETE, {"prompt": "a", "compression": {"method": "h2o"}}, "compression", "offers"),
         (COMPLETE, {"prompt": "a", "compression": {"window": 2}}, "compression", "no such field"),
         (COMPLETE, {"prompt": "a", "kvjax": {"deadline": 0}}, "kvjax", "0"),
+        (COMPLETE, {"prompt": "a", "kvjax": {"deadline": 10**400}}, "kvjax", "1000000000"),
+        (COMPLETE, {"prompt": [{}] * 100_000}, "prompt", "valid"),
         (CHAT, {"messages": []}, "messages", "at least 1"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages", "missing"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -73,6 +76,8 @@ def refused(response: httpx.Response, status: int) -> dict:
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "5"),
         (CHAT, {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]},
          "messages", "JSON"),
+        (CHAT, {"messages": [{"role": "a", "tool_calls":
+                              [{"function": {"arguments": "[" * 200_000}}]}]}, "messages", "JSON"),
         (CHAT, {**TURN, "top_logprobs": 3}, "top_logprobs", "logprobs=true"),
         (CHAT, {**TURN, "response_format": {"type": "json_object"}}, "response_format", "offer"),
         (CHAT, {**TURN, "tool_choice": "required"}, "tool_choice", "offer"),
@@ -167,6 +172,68 @@ def test_a_request_that_no_pool_holds(serve):
         assert "blocks" in refused(client.post(COMPLETE, json=body), 400)["message"]
 
 
+def test_an_answer_without_a_limit_gets_what_there_is_room_for(serve):
+    """A client that asked for no number is not told to ask for fewer."""
+    full = CompressionConfig(method="full")
+    with serve(full, pool_tokens=64) as server, server.client() as client:
+        body = {"prompt": "a" * 30, "ignore_eos": True}
+        found = client.post(COMPLETE, json=body).json()
+        assert 20 <= found["usage"]["completion_tokens"] <= 34
+        assert found["choices"][0]["finish_reason"] == "length"
+        most = found["usage"]["completion_tokens"]
+        assert client.post(COMPLETE, json={**body, "max_tokens": most}).status_code == 200
+        refused(client.post(COMPLETE, json={**body, "max_tokens": most + 1}), 400)
+        assert "blocks" in refused(client.post(COMPLETE, json={"prompt": "a" * 80}), 400)["message"]
+
+
+def test_sites_whose_names_lead_here_are_refused(serve):
+    with serve(hosts=("localhost", "127.0.0.1")) as server, server.client() as client:
+        body = {"prompt": "a", "max_tokens": 1}
+        for name in ("localhost", "127.0.0.1:99", "LOCALHOST:1"):
+            assert client.post(COMPLETE, json=body, headers={"Host": name}).status_code == 200
+        for path in (COMPLETE, "/metrics", "/"):
+            method = "POST" if path == COMPLETE else "GET"
+            sent = client.request(method, path, json=body, headers={"Host": "evil.example:8000"})
+            error = refused(sent, 403)
+            assert error["code"] == "host_not_allowed"
+            assert "'evil.example'" in error["message"]
+            assert "--allowed-hosts" in error["message"]
+        # What is refused before it has a route is counted where it was sent.
+        assert server.metric('http_requests_total{path="/v1/completions",status="403"}') == 1
+        client.post("/no/such/path", json=body, headers={"Host": "evil.example"})
+        assert server.metric('http_requests_total{path="other",status="403"}') == 1
+        assert server.metric('http_request_seconds_count{path="/v1/completions"}') == 4
+
+
+def test_free_slots_are_no_queue(serve):
+    with serve(max_batch=4, max_waiting=1) as server, server.client() as client:
+        body = {"prompt": "a", "max_tokens": 2}
+        for _ in range(3):
+            assert client.post(COMPLETE, json={**body, "n": 5}).status_code == 200
+        assert "5: ask" in refused(client.post(COMPLETE, json={**body, "n": 6}), 400)["message"]
+
+
+def test_a_choice_that_had_not_begun_in_time_leaves_the_others_theirs(serve):
+    body = {"prompt": ["aaa", "bbb", "ccc", "ddd"], "max_tokens": 300, "ignore_eos": True}
+    with serve(**ONE) as server, server.client() as client:
+        client.post(COMPLETE, json={**body, "prompt": "aaa"})
+        began = time.monotonic()
+        client.post(COMPLETE, json={**body, "prompt": "aaa"})
+        soon = {"kvjax": {"deadline": 1.5 * (time.monotonic() - began)}}
+        found = client.post(COMPLETE, json={**body, **soon}).json()
+        assert len(found["choices"]) == 4
+        assert len(found["choices"][0]["text"]) > 100
+        assert found["choices"][3]["text"] == ""
+        assert {choice["finish_reason"] for choice in found["choices"]} == {"length"}
+        assert found["kvjax"]["ended_by"][3] == "deadline"
+        with client.stream("POST", COMPLETE, json={**body, **soon, "stream": True}) as response:
+            events = events_of(response)
+        assert events[-1] == "[DONE]"
+        assert not any("error" in event for event in events[:-1])
+        ended = [e["choices"][0] for e in events[:-1] if e["choices"][0]["finish_reason"]]
+        assert sorted(choice["index"] for choice in ended) == [0, 1, 2, 3]
+
+
 def test_a_full_queue_says_when_to_come_back(serve):
     body = {"prompt": "a" * 40, "max_tokens": 400, "ignore_eos": True}
     with serve(**ONE, max_waiting=1) as server:
@@ -190,7 +257,12 @@ def test_a_full_queue_says_when_to_come_back(serve):
         assert len(done) + len(busy) == 6
         # A request of several prompts is taken whole or not at all.
         with server.client() as client:
-            refused(client.post(COMPLETE, json={**body, "prompt": ["a", "b", "c", "d"]}), 429)
+            blocked = threading.Thread(target=ask)
+            blocked.start()
+            while not server.metric("requests_running"):
+                time.sleep(0.01)
+            refused(client.post(COMPLETE, json={**body, "prompt": ["a", "b"]}), 429)
+            blocked.join()
             # What was taken of it is let go in the next round.
             one = {**body, "max_tokens": 1}
             end = time.monotonic() + 60
@@ -218,7 +290,8 @@ def test_a_deadline_cuts_an_answer_short(serve):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("max_body_bytes", 0), ("api_keys", ("",)), ("api_keys", ("a b",)), ("drain_seconds", -1),
-     ("deadline", 0.0), ("max_choices", 0), ("served_name", ""), ("default_max_tokens", 0)],
+     ("deadline", 0.0), ("max_choices", 0), ("hosts", ("",)), ("hosts", ("A.example",)),
+      ("served_name", ""), ("default_max_tokens", 0)],
 )  # fmt: skip
 def test_settings_are_checked(name, value):
     with pytest.raises(UserError):
