@@ -54,7 +54,7 @@ def checked_request(
     request.sharing = settings_of(llm.config.share_prefix, compression, method)
     request.stats.rate = compression.reached_rate(len(tokens), llm.config.block_size)
     check_method(llm, request)
-    needs = request.blocks_to_finish(llm.scheduler.chunk_in_pool(request))
+    needs = request.blocks_to_finish(llm.scheduler.chunk_in_pool(request, request.remaining))
     if not llm.scheduler.accounts.could_hold(needs):
         size = -(-needs // llm.plan.heads) * llm.config.block_size
         raise UserError(

@@ -296,7 +296,10 @@ class Engine:
         if phase == "probe":
             self.metrics.probed(decision.size)
         if job.in_pool and self._settle_chunk(job, decision.size) and decision.compress:
-            self._compress([request], job.budget if job.retains else None, job.queries)
+            most = job.budget if job.retains else request.budget
+            self._compress([request], most, job.queries)
+            held = int(self.scheduler.accounts.owned[request.slot].sum())
+            job.shortfall = max(0, held - (most or 0))
 
     def _continue(self, request: Request) -> None:
         """Let a request's slot hold what it continues."""
@@ -397,7 +400,8 @@ class Engine:
                 freed = self.worker.on_host(freed)
                 for request, blocks in zip(group, freed.reshape(len(freed), -1)):
                     self.scheduler.note_compressed(request, blocks)
-                    request.stats.blocks_evicted_decoding += int(blocks.sum())
+                    if request in self.scheduler.running:
+                        request.stats.blocks_evicted_decoding += int(blocks.sum())
                     total += int(blocks.sum())
         if self.config.sharing:
             # What others hold too is not free, and what they hold was copied.
@@ -434,9 +438,12 @@ class Engine:
 
     def _collect(self) -> None:
         """Wait for the device and take in what it reports."""
+        # Who has ended since its prompt went to its slot has had its last output.
+        starts = [start for start in self._starts if start[0].request.finish_reason is None]
         if not self._loops:
+            self._starts = starts
             return
-        (starts, self._starts), (loops, self._loops) = (self._starts, []), (self._loops, [])
+        self._starts, (loops, self._loops) = [], (self._loops, [])
         refused = self._collect_starts(starts) if starts else []
         with self._phase("decode"):
             reports = self.worker.on_host([report for _, report in loops])

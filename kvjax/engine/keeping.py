@@ -70,6 +70,8 @@ class Keeper:
             prefixes.used(known)
             return True
         blocks = len(held["metric"])
+        if blocks > self._worker.cache.num_blocks:
+            return False
         while prefixes.full or self._worker.free_blocks().sum() < blocks:
             if (oldest := prefixes.oldest()) is None:
                 return False

@@ -159,7 +159,7 @@ def plan_sizes(
     if config.pool_tokens is not None:
         blocks = heads * spec.blocks_per_head(config.pool_tokens)
     elif config.pool_bytes is not None:
-        blocks = config.pool_bytes // devices // spec.block_bytes
+        blocks = spec.blocks_in(config.pool_bytes // devices, config.sharing)
     else:
         most = rows * heads * width
         blocks = min(most, spec.blocks_in(limit - fixed, config.sharing), INT32_MAX)
@@ -184,10 +184,11 @@ def pool_tokens_for(
 ) -> int:
     """Pool, in tokens' worth of KVs, in which such a request never runs out of blocks.
 
-    A prompt that is compressed on its way in needs its budget alone; one that runs in the pool
-    needs the budget and a chunk. While decoding, every head can grow by the generated tokens, or by
-    those between two compressions. Of several devices any may hold nearly all that is kept, as
-    heads keep unequally, and every one of them gets as many blocks.
+    A prompt that is compressed on its way in needs its budget alone; one that runs in the pool, or
+    would if it were prefilled again near its end, needs the budget and a chunk. While decoding,
+    every head can grow by the generated tokens, or by those between two compressions. Of several
+    devices any may hold nearly all that is kept, as heads keep unequally, and every one of them
+    gets as many blocks.
 
     Raises:
         UserError: the request's cap cannot be held, as `CompressionConfig.cap` says.
@@ -202,7 +203,7 @@ def pool_tokens_for(
     growth = max_tokens
     if compression.compress_every is not None:
         growth = min(growth, compression.compress_every)
-    if prompt_len > config.prefill_scratch:
+    if prompt_len + max_tokens > config.prefill_scratch:
         growth = max(growth, config.prefill_chunk)
     budget = budget_blocks(cap, model.num_layers, model.num_kv_heads, b)
     # One more block per head: what it holds need not end with a full one.

@@ -223,8 +223,17 @@ class Request:
 
     @property
     def compressed_first(self) -> bool:
-        """Whether its prompt is compressed before it decodes."""
-        return self.budget is not None and self.compression.on_prefill
+        """Whether what it prefills is compressed before it decodes: its prompt, and what it comes
+        back with after a preemption, of which it held no more before."""
+        settings = self.compression
+        back = bool(self.tokens) and self._compressed_later
+        return self.budget is not None and (settings.on_prefill or back)
+
+    @property
+    def _compressed_later(self) -> bool:
+        """Whether it is compressed while it decodes."""
+        settings = self.compression
+        return settings.before_preemption or settings.compress_every is not None
 
     def blocks_whole(self, num_tokens: int) -> int:
         """Blocks of so many tokens with nothing evicted."""
@@ -246,7 +255,12 @@ class Request:
         return min(prompt + room, self.blocks_whole(self.length + self.remaining))
 
     def blocks_to_finish(self, chunk_in_pool: int = 0) -> int:
-        """Blocks that it needs if it runs alone and everything is evicted that may be."""
+        """Blocks that it needs if everything is evicted that may be, also to come back after others
+        had it preempted.
+
+        Args:
+            chunk_in_pool: tokens of a chunk, where it may be prefilled in the pool by its end.
+        """
         to_admit = self.blocks_to_admit(chunk_in_pool)
         if self.budget is None:
             return self.blocks_whole(self.length + self.remaining)
@@ -261,4 +275,7 @@ class Request:
         if not self.compression.on_prefill:
             start = max(start, self.blocks_whole(self.length))
         grown = start + self.heads * (-(-growth // self.block_size) + 1)
+        if self.compression.on_prefill or self._compressed_later:
+            back = self.budget + self.heads * (-(-chunk_in_pool // self.block_size) + 1)
+            grown = max(grown, back)
         return max(to_admit, min(whole, grown))

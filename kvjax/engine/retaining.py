@@ -107,6 +107,8 @@ def read(
     settings = checked_request(llm, tokens, SHORTEST, compression, "prefix", -1).sharing
     if settings is None:
         raise UserError(f"prefix {path}: nothing is shared with these settings")
+    if not llm.config.retained_prefixes:
+        raise UserError(f"prefix {path}: retained_prefixes is 0: give the engine 1 or more")
     prefix_files.check(path, found, Kind.of(llm.model, worker, settings))
     try:
         arrays = typed(worker.cache, {n.removeprefix("held."): x for n, x in arrays.items()})

@@ -213,10 +213,11 @@ class Scheduler:
 
     # Prompts
 
-    def chunk_in_pool(self, request: Request) -> int:
-        """Tokens of a chunk that its prefill puts into the pool before it is compressed."""
+    def chunk_in_pool(self, request: Request, more: int = 0) -> int:
+        """Tokens of a chunk that its prefill puts into the pool before it is compressed, also when
+        it has so many more tokens."""
         most = self._config.prefill_chunk
-        if request.length > self._config.prefill_scratch:
+        if request.length + more > self._config.prefill_scratch:
             return most
         if request.plan is None:
             return 0
@@ -415,7 +416,8 @@ class Scheduler:
             if self.accounts.num_free > free:
                 return
         self._compressed_in_vain = False
-        holders = self.holders()
+        # Where nobody holds any, none can be freed for the chunk that has found too few.
+        holders = self.holders() or [r for r in (self.prefilling,) if r is not None]
         if not holders:
             return
         newest = max(holders, key=lambda r: r.order)

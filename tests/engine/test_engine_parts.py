@@ -64,7 +64,9 @@ def test_the_plan_adds_up_and_refuses_what_does_not_fit(tiny_params):
     for text in ("weights", "pool of 150 blocks = 100 tokens"):
         assert text in str(plan)
     by_bytes = EngineConfig(max_batch=2, pool_bytes=100_000, block_size=4)
-    assert plan_memory(model, by_bytes, 128, "float32").num_blocks == 100_000 // (4 * 72)
+    found = plan_memory(model, by_bytes, 128, "float32")
+    assert found.num_blocks == (100_000 - 4) // (4 * 72 + 4)
+    assert found.pool <= 100_000
     # Never more than all slots can use.
     assert plan_memory(model, EngineConfig(max_batch=2), 128, "float32").pool_tokens == 2 * 128
     with pytest.raises(UserError, match="this does not fit"):
@@ -173,6 +175,16 @@ def test_what_a_request_needs():
     assert kept.blocks_to_finish() == HEADS * (3 + 3 + 1)
     late = request_of(3, 40, 3 * HEADS, on_prefill=False)
     assert late.blocks_to_admit() == HEADS * 11
+    # Its prompt may be prefilled again, with what it has generated.
+    assert small.blocks_to_finish(chunk_in_pool=16) == HEADS * 8
+    assert late.blocks_to_finish(chunk_in_pool=32) == HEADS * 12
+    assert not late.compressed_first
+    late.tokens.append(0)
+    assert late.compressed_first
+    assert late.blocks_to_admit() == HEADS * 4
+    whole = request_of(3, 40, 3 * HEADS, on_prefill=False, before_preemption=False)
+    whole.tokens.append(0)
+    assert not whole.compressed_first
     short = request_of(4, 5, 3 * HEADS, max_tokens=1)
     assert short.blocks_to_admit() == HEADS * 2
 

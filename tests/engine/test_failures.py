@@ -73,11 +73,13 @@ def test_a_prompt_that_cannot_be_prefilled_ends_alone(tiny_params, expected, nam
     assert_empty(llm)
 
 
-def test_a_request_that_cannot_be_decoded_ends_alone(tiny_params, expected):
+@pytest.mark.parametrize("after", [2, -1])
+def test_a_request_that_cannot_be_decoded_ends_alone(tiny_params, expected, after):
+    """Also in the round in which its prompt came to its slot, before its first token is known."""
     llm = make_llm(tiny_params)
     names = add_all(llm)
     bad = llm.engine.intake.open[names[1]][0]
-    after, together = 2, []
+    together = []
 
     def raises(slots, *_):
         fails = bad.slot in slots and len(bad.tokens) > after
@@ -87,7 +89,9 @@ def test_a_request_that_cannot_be_decoded_ends_alone(tiny_params, expected):
     failing(llm, "decode", raises, ValueError("two\nlines"))
     last = drain(llm)
     # Once with the others, once alone: it is found in the round that fails.
-    assert together == [3, 1]
+    assert together[-1] == 1 < together[0]
+    assert len(together) == 2
+    assert not any(output.stats.preemptions for output in last.values())
     assert_only_the_second_failed(last, names, expected, "ValueError: two lines")
     assert len(last[names[1]].token_ids) > after
     assert_empty(llm)

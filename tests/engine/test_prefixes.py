@@ -287,7 +287,8 @@ def test_a_file_of_something_else_is_refused_in_one_line(tiny_params, tmp_path):
     )  # fmt: skip
     same = LLM(model, NORMS, llm.config)
     refused(same, "its weight_dtype is None, here it is 'int8'")
-    refused(make_llm(tiny_params, NORMS, **SHARED | {"retained_prefixes": 0}), "no room")
+    without = make_llm(tiny_params, NORMS, **SHARED | {"retained_prefixes": 0})
+    refused(without, "retained_prefixes is 0: give the engine 1 or more")
     refused(llm, "No such file", path=tmp_path / "nothing")
     broken = tmp_path / "broken"
     broken.write_bytes(path.read_bytes()[:-7])

@@ -186,6 +186,16 @@ class Device:
         raise AssertionError("requests are left")
 
 
+def test_a_chunk_that_no_pool_holds_ends_its_request():
+    """Nobody has a block that could be freed for it: it would run again for ever."""
+    device = Device(4 * HEADS)
+    long, short = request_of(0, 100, 8), request_of(1, 8, max_tokens=4)
+    for request in (long, short):
+        device.scheduler.add(request)
+    device.rounds()
+    assert (long.finish_reason, short.finish_reason) == ("pool", "length")
+
+
 def test_a_round_is_prompts_and_then_decode_steps():
     device = Device(100 * HEADS)
     first, second, third = (request_of(n) for n in range(3))

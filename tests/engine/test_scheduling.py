@@ -25,6 +25,7 @@ from tests.engine.serving import (
     TIGHT,
     alone,
     assert_empty,
+    drain,
     greedy,
     make_llm,
     prompts_of,
@@ -91,6 +92,53 @@ def test_a_chunk_without_room_runs_again(tiny_params):
     assert last[name].stats.preemptions == 0
     assert [last[name].token_ids] == alone(tiny_params, [long], greedy(8))
     assert_empty(llm)
+
+
+def test_what_comes_back_after_a_preemption_needs_no_more_than_before(tiny_params):
+    """Its prompt was left whole; with what it has generated the pool would not hold that."""
+    late = CompressionConfig(
+        method="kv-compress", max_cache_tokens=8, protected=4, on_prefill=False
+    )
+    llm = make_llm(tiny_params, pool_tokens=40, prefill_chunk=128)
+    llm.add_request(prompts_of(4)[0], greedy(34), FULL)
+    name = llm.add_request(prompts_of(20)[0], greedy(80), late)
+    last = drain(llm)
+    assert last[name].finish_reason == "length"
+    assert last[name].stats.preemptions
+    assert_empty(llm)
+
+
+def test_what_could_not_come_back_is_refused_at_once(tiny_params):
+    """With all it generates its prompt no longer fits the scratch: chunks of it go to the pool."""
+    small = CompressionConfig(method="kv-compress", max_cache_tokens=8, protected=4)
+    llm = make_llm(tiny_params, pool_tokens=32, prefill_chunk=64, prefill_scratch=64)
+    with pytest.raises(UserError, match="blocks and the pool has 48: give a pool of 76 tokens"):
+        llm.add_request(prompts_of(62)[0], greedy(40), small)
+    (output,) = llm.generate(prompts_of(62), greedy(2), small)
+    assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("scratch", [256, 64])
+def test_what_could_not_be_evicted_of_a_prompt_is_told(tiny_params, scratch):
+    """Also of one that runs in the pool: its twelve newest stay, whatever its budget is."""
+    llm = make_llm(tiny_params, prefill_scratch=scratch)
+    name = llm.add_request(
+        prompts_of(150)[0], greedy(4), CompressionConfig(max_cache_tokens=16, protected=12)
+    )
+    llm.engine.intake.open[name][0].budget = HEADS
+    stats = drain(llm)[name].stats
+    assert stats.shortfall == stats.blocks_after - HEADS
+    assert stats.shortfall >= 2 * HEADS
+
+
+def test_what_a_second_prefill_evicts_is_not_of_decoding(tiny_params):
+    never = dataclasses.replace(SMALL, before_preemption=False)
+    llm = make_llm(tiny_params, pool_tokens=110, prefill_scratch=64)
+    llm.add_request(prompts_of(20)[0], greedy(70), FULL)
+    name = llm.add_request(prompts_of(150)[0], greedy(60), never)
+    stats = drain(llm)[name].stats
+    assert stats.preemptions
+    assert stats.blocks_evicted_decoding == 0
 
 
 def test_what_cannot_be_evicted_is_made_room_for():
