@@ -171,6 +171,7 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
     """
     from kvjax.cache import CompressionConfig
     from kvjax.cache.config import AUTO
+    from kvjax.checks import check_whole
     from kvjax.engine import EngineConfig
 
     method, rate = options.method or AUTO, options.rate
@@ -188,10 +189,12 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
     )
     config = EngineConfig(
         max_batch=options.max_batch,
-        max_len=options.max_len or options.context_length,
+        max_len=options.context_length if options.max_len is None else options.max_len,
         block_size=options.block_size,
         prefill_chunk=options.prefill_chunk,
-        prefill_scratch=max(options.prefill_scratch, options.prefill_chunk),
+        prefill_scratch=max(
+            check_whole("--prefill-scratch", options.prefill_scratch, 1), options.prefill_chunk
+        ),
         decode_steps_per_sync=options.decode_steps_per_sync,
         pool_tokens=options.pool_tokens,
         memory_fraction=options.memory_fraction,

@@ -156,18 +156,20 @@ def plan_sizes(
     if behind.drafted:
         workspace += spec.scratch_bytes(scratch_tokens + behind.drafted)
     fixed = weights + scratch + tables + workspace
+    # Steps number the pool's KVs in int32.
+    most_blocks = INT32_MAX // config.block_size
     if config.pool_tokens is not None:
         blocks = heads * spec.blocks_per_head(config.pool_tokens)
     elif config.pool_bytes is not None:
         blocks = spec.blocks_in(config.pool_bytes // devices, config.sharing)
     else:
         most = rows * heads * width
-        blocks = min(most, spec.blocks_in(limit - fixed, config.sharing), INT32_MAX)
+        blocks = min(most, spec.blocks_in(limit - fixed, config.sharing), most_blocks)
     pool = spec.pool_bytes(blocks, config.sharing)
     plan = MemoryPlan(
         weights, pool, tables, scratch, workspace, limit, blocks * shards, whole, devices
     )
-    if plan.total > limit or not heads <= blocks <= INT32_MAX:
+    if plan.total > limit or not heads <= blocks <= most_blocks:
         raise UserError(
             f"this does not fit: {plan}; give a smaller pool, max_batch {slots}, max_len {max_len} "
             f"or prefill_scratch {config.prefill_scratch}"

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
+from kvjax.engine import memory
 from kvjax.engine.compilation import CompiledSteps, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM
@@ -161,6 +162,20 @@ def test_a_pool_made_for_a_request_never_runs_out(tiny_params, length, settings)
     due = 24 // 6 - 1 if "compress_every" in settings else 0
     in_pool = -(-length // 32) if length > 128 and compression.on_prefill else 0
     assert found["kvjax_compressions_total"] == due + in_pool
+
+
+def test_a_pool_has_no_more_kvs_than_steps_can_number(tiny_params, monkeypatch):
+    monkeypatch.setattr(memory, "_limit", lambda *_: 1 << 60)
+    model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
+    most = (2**31 - 1) // 4 // HEADS * 4
+
+    def plan(tokens):
+        config = EngineConfig(max_batch=2, pool_tokens=tokens, block_size=4)
+        return plan_memory(model, config, 128, "float32")
+
+    assert plan(most).num_blocks * 4 < 2**31
+    with pytest.raises(UserError, match="give a smaller pool"):
+        plan(most + 4)
 
 
 def test_what_a_request_needs():

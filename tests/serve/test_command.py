@@ -32,6 +32,8 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
         (("--warm-up", "a,b"), "--warm-up"),
         (("--api-key", ""), "--api-key"),
         (("--drain", -1), "drain_seconds"),
+        (("--max-len", 0), "max_len 0"),
+        (("--prefill-scratch", 0), "--prefill-scratch 0"),
         (("--model", "none-such"), "none-such"),
         (("--num-processes", 2), "need --coordinator HOST:PORT, or auto"),
         (("--coordinator", "node0", "--num-processes", 2), "--coordinator 'node0': give HOST:PORT"),
