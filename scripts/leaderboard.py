@@ -24,7 +24,7 @@ from kvjax.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "leaderboard.md", ROOT / "benchmarks" / "results"
-SPLIT, LENGTHS, SEED, ROWS = "dev", (1024, 4096), 5, 4
+SPLIT, LENGTHS, SEED, ROWS = "dev", (1024, 4096, 7900), 5, 4
 TASKS, TEXT = ("needle", "passkey", "fact"), "continuation"
 RATES, PROTOCOLS = (8.0, 32.0), ("chat", "agnostic")
 IDS = re.compile(
