@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rehearse", action="store_true", help="tiny sizes on a CPU, kernels interpreted")
     add("--compile-only", action="store_true", help="compile for an H200 (pip install '.[cuda]')")
     add("--child", help=argparse.SUPPRESS)
+    add("--attempts", type=int, default=process.ATTEMPTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     check_number("--seconds", options.seconds, 0, above=True)
     if not options.out.is_dir():
@@ -51,8 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.compile_only:
         return process.compile_only(options)
     deadline, code = time.monotonic() + options.seconds, 0
+    process.peaks_file(options).unlink(missing_ok=True)
     for call in options.calls:
         code |= process.run_call(call, options, deadline)
+    process.peaks_file(options).unlink(missing_ok=True)
     print(f"python -m benchmarks.card.report makes a page of {options.out}", file=sys.stderr)
     return code
 

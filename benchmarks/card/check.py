@@ -49,14 +49,14 @@ def groups(small: bool) -> tuple[Group, ...]:
         for b in (16, 64) for statistic in (False, True)
     ]  # fmt: skip
     right = [
-        Part("peaks", lambda machine, _: machine.peaks(), seconds=15),
+        Part("peaks", lambda machine, _: machine.peaks(), seconds=15, limit=60),
         *map(ring_part, rings[:1] if small else rings),
         far_part(),
         exact_part(),
         *map(family_part, families[: 1 if small else None]),
         *other_parts(small),
     ]
-    checker = Part("memory checker", memory_check, seconds=60, optional=True)
+    checker = Part("memory checker", memory_check, seconds=60, limit=120, optional=True)
     return (
         Group("kernels", tuple(right), {"XLA_FLAGS": NO_TUNING}),
         Group("pages", tuple(small_pages), {"XLA_FLAGS": NO_TUNING}),
@@ -125,17 +125,14 @@ def family_part(family: str) -> Part:
     def programs(machine: Machine) -> dict[str, Program]:
         call, metric, observed = abstract(problem(machine))
         run, _ = attend(machine, shape_of_call(call))
-        return {
-            "ours": Program(functools.partial(checks.all_statistics, run), (call, metric, observed))
-        }
+        ours = functools.partial(checks.all_statistics, run)
+        arguments = (call, metric, observed)
+        return {"ours": Program(ours, arguments), "exact": Program(checks.exactly, arguments)}
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
-        call, metric, observed = problem(machine)
-        got = compiled["ours"](call, metric, observed)
-        exact = checks.exactly(call, metric, observed)
-        return verdict(
-            checks.errors_of(got, exact), checks.LIMITS[shape.dtype], chosen=chosen(machine, *call)
-        )
+        arguments = problem(machine)
+        found = checks.errors_of(compiled["ours"](*arguments), compiled["exact"](*arguments))
+        return verdict(found, checks.LIMITS[shape.dtype], chosen=chosen(machine, *arguments[0]))
 
     return Part(f"right: {family}", run, programs)
 
@@ -147,15 +144,17 @@ def exact_part() -> Part:
         return checks.exact_problem(70 if machine.interpreted else 3000)
 
     def programs(machine: Machine) -> dict[str, Program]:
-        call, _, *rest = abstract(problem(machine))
+        call, rows, *rest = abstract(problem(machine))
         run, _ = attend(machine, shape_of_call(call))
-        return {"ours": Program(functools.partial(checks.beside_exact, run), (call, *rest))}
+        return {
+            "ours": Program(functools.partial(checks.beside_exact, run), (call, *rest)),
+            "exact": Program(checks.exactly, (rows, *rest)),
+        }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
-        call, rows, metric, observed, exact = problem(machine)
-        got = compiled["ours"](call, metric, observed, exact)
-        found = checks.errors_of(got, checks.exactly(rows, metric, observed, exact))
-        said = chosen(machine, *call, exact=exact)
+        call, rows, *rest = problem(machine)
+        found = checks.errors_of(compiled["ours"](call, *rest), compiled["exact"](rows, *rest))
+        said = chosen(machine, *call, exact=rest[-1])
         return verdict(found, checks.LIMITS["bfloat16"], chosen=said)
 
     return Part("right: int4 beside exact KVs", run, programs)
@@ -169,7 +168,7 @@ def other_parts(small: bool) -> Iterator[Part]:
             _, implementation, errors, limit = check()
             return verdict(errors, limit, chosen=implementation)
 
-        return Part(f"right: {name}", run)
+        return Part(f"right: {name}", run, limit=90)  # it compiles what it needs
 
     for d in (64,) if small else (64, 80, 128):
         for behind in (False, True):
@@ -205,14 +204,18 @@ def ring_part(kind: Case) -> Part:
 
     def programs(machine: Machine) -> dict[str, Program]:
         case, run, _ = sized(machine)
-        return {"ours": Program(functools.partial(both, run), (abstract_problem(case),))}
+        problem = (abstract_problem(case),)
+        return {
+            "ours": Program(functools.partial(both, run), problem),
+            "exact": Program(checks.reference_of, problem),
+        }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
         case, _, wraps = sized(machine)
         problem = paged_problem(case)
         repeats = 2 if machine.interpreted else REPEATS
         first = compiled["ours"](problem)
-        exact = checks.reference_of(problem)
+        exact = compiled["exact"](problem)
         errors = {
             "out": checks.relative(first[0], exact[0]),
             "metric": checks.relative(first[1], exact[1]),
@@ -278,20 +281,26 @@ def far_part() -> Part:
     def fill(pool: tuple[int, ...]):
         return tuple(hashed(pool, jnp.bfloat16, salt) for salt in (1, 2))
 
-    def ours(run, q, k, v, table, lengths):
-        metric = jnp.zeros(k.shape[:2], jnp.float32)
-        out, metric = run(q, k, v, table, lengths, metric=metric)
-        return out, metric
+    def ours(run, *call):
+        return run(*call, metric=jnp.zeros(call[1].shape[:2], jnp.float32))
+
+    def exactly(*call):
+        call = (*(x.astype(jnp.float32) for x in call[:3]), *call[3:])
+        with jax.default_matmul_precision("highest"):
+            scale = shape.head_dim**-0.5
+            return ours(functools.partial(reference.paged_attention, scale=scale), *call)
 
     def programs(machine: Machine) -> dict[str, Program]:
         pool, table, lengths = call_of(machine)
         q = jax.ShapeDtypeStruct((2, 8 * shape.group, shape.head_dim), jnp.bfloat16)
         k = jax.ShapeDtypeStruct(pool, jnp.bfloat16)
-        call = (q, k, k, *abstract((table, lengths)))
-        run, _ = attend(machine, shape_of_call(call))
+        near = jax.ShapeDtypeStruct((2 * sizes(machine)[1], *pool[1:]), jnp.bfloat16)
+        heads = abstract((table, lengths))
+        run, _ = attend(machine, shape_of_call((q, k, k, *heads)))
         return {
             "fill": Program(functools.partial(fill, pool), ()),
-            "ours": Program(functools.partial(ours, run), call),
+            "ours": Program(functools.partial(ours, run), (q, k, k, *heads)),
+            "exact": Program(exactly, (q, near, near, *heads)),
         }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
@@ -305,13 +314,7 @@ def far_part() -> Part:
             return jnp.concatenate([x[:end], x[blocks - end :]])
 
         near = np.where(table < end, table, table - (blocks - 2 * end))
-        small_metric = jnp.zeros((2 * end, shape.block_size), jnp.float32)
-        with jax.default_matmul_precision("highest"):
-            wanted, exact = jax.jit(
-                functools.partial(reference.paged_attention, scale=shape.head_dim**-0.5)
-            )(*(x.astype(jnp.float32) for x in (q, ends(k), ends(v))), near, lengths,
-              metric=small_metric)  # fmt: skip
-        assert exact is not None
+        wanted, exact = compiled["exact"](q, ends(k), ends(v), near, lengths)
         errors = {
             "out": checks.relative(out, wanted),
             "metric": checks.relative(ends(metric), exact),

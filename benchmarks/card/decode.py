@@ -49,7 +49,7 @@ def groups(small: bool) -> tuple[Group, ...]:
     rivals = (
         [] if small else [part for case in decode_cases(False)[2:8:2] for part in rival_parts(case)]
     )
-    peaks = Part("peaks", lambda machine, _: machine.peaks(), seconds=15)
+    peaks = Part("peaks", lambda machine, _: machine.peaks(), seconds=15, limit=60)
     return (
         Group("attention", (peaks, *attention), {"XLA_FLAGS": NO_TUNING}),
         # XLA times candidates for the products on the device: nothing else may run then.
@@ -209,7 +209,7 @@ def step_part(
         found = shares(machine, seconds, moved, tokens_per_second=round(seqs / seconds))
         return found | {"good": bool(jnp.all(carry[0].seq_len == step.held + step.steps))}
 
-    return Part(name, run, programs, seconds=12, limit=240)
+    return Part(name, run, programs, seconds=12, limit=60)
 
 
 def section_part(section: str) -> Part:
@@ -222,7 +222,7 @@ def section_part(section: str) -> Part:
         getattr(kernels, section)(bench)
         return {"rows": bench.results}
 
-    return Part(f"beside: {section}", run, seconds=40)
+    return Part(f"beside: {section}", run, seconds=40, limit=150)
 
 
 def rival_parts(case: Case) -> list[Part]:

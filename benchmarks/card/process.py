@@ -2,11 +2,13 @@
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import hashlib
 import importlib
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import platform
@@ -18,17 +20,23 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.card.parts import Group, Machine, Part
 
 CALLS = {"A": ("check", "kernels"), "B": ("decode", "decode"), "C": ("serve", "throughput")}
 """Module of each call, and the end of its file's name."""
 ATTEMPTS = 3
-"""Times that a part is tried in all."""
+"""Times that a part is tried in all, each time after all others."""
+COMPILE_LIMIT = 240
+"""Seconds after which a process hangs that has not compiled its next part."""
+FINAL = "RESOURCE_EXHAUSTED"
+"""In an error that the next attempt would have, too."""
 ARCHIVE_BYTES = 15 << 20
 """Most of an archive of compiled programs."""
 ARCHIVES = 3
+KILL_SECONDS = 20
+"""What a killed process has to go."""
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy")
 
 
@@ -59,22 +67,19 @@ class Results:
     def parts(self) -> dict[str, dict[str, Any]]:
         return self.content["parts"]
 
-    def pending(self, parts: tuple[Part, ...], now: str) -> list[Part]:
-        """Those to measure: never tried ones first, then those that failed."""
+    def pending(self, parts: tuple[Part, ...], now: str, attempts: int = ATTEMPTS) -> list[Part]:
+        """Those to measure that were tried less often: never tried ones first, then those that
+        failed."""
 
         def tried(part: Part) -> int:
             row = self.parts.get(part.name, {})
             return row.get("attempts", 1) if row.get("source") == now else 0
 
-        open_ = [
-            part
-            for part in parts
-            if tried(part) == 0
-            or (
-                "error" in self.parts[part.name]
-                and tried(part) < (1 if part.optional else ATTEMPTS)
-            )
-        ]
+        def fails(part: Part) -> bool:
+            error = self.parts[part.name].get("error")
+            return error is not None and FINAL not in error and not part.optional
+
+        open_ = [p for p in parts if tried(p) == 0 or (tried(p) < attempts and fails(p))]
         return sorted(open_, key=tried)
 
     def note(self, part: Part, now: str, found: dict[str, Any]) -> None:
@@ -107,9 +112,23 @@ def results_of(call: str, options: argparse.Namespace) -> Results:
     return Results(file_of(call, options, options.out), earlier)
 
 
+class Mark(NamedTuple):
+    """What a process is at."""
+
+    part: str
+    since: float
+    limit: float
+    """Seconds after which it hangs."""
+
+
 def running_file(options: argparse.Namespace) -> Path:
-    """Says which part is being measured, and when it began."""
+    """Holds the mark of the part that is being compiled or measured."""
     return options.out / "running.json"
+
+
+def peaks_file(options: argparse.Namespace) -> Path:
+    """What the processes of one command know of the card."""
+    return options.out / "peaks.json"
 
 
 # The parent.
@@ -121,25 +140,25 @@ def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", "/tmp/kvjax-card-programs"))
     if not options.rehearse:
         unpack_programs(cache, options)
-    for group in groups_of(call, options.rehearse):
-        parts = tuple(part for part in group.parts if options.only in part.name)
-        while pending := results_of(call, options).pending(parts, now):
+    groups = groups_of(call, options.rehearse)
+    # What failed may hang: it is tried again when all else was.
+    for attempts, group in itertools.product(range(1, ATTEMPTS + 1), groups):
+        parts, ran = tuple(part for part in group.parts if options.only in part.name), False
+        while pending := results_of(call, options).pending(parts, now, attempts):
             left = deadline - time.monotonic()
             if left < min(part.seconds for part in pending) + 5:
                 break
-            before = json.dumps(results_of(call, options).parts)
-            one_child(call, group, pending, options, deadline, cache)
+            before, ran = json.dumps(results_of(call, options).parts), True
+            one_child(call, group, attempts, options, deadline, cache)
             note_failure(call, pending, options, now, deadline)
             if json.dumps(results_of(call, options).parts) == before:
                 break  # nothing fits into what is left
-        if not options.rehearse:
+        if ran and not options.rehearse:
             pack_programs(cache, options.out)
     return report_of(call, options, now)
 
 
-def one_child(
-    call, group: Group, pending: list[Part], options, deadline: float, cache: Path
-) -> None:
+def one_child(call, group: Group, attempts: int, options, deadline: float, cache: Path) -> None:
     """Run a process over a group, as long as its parts and the call have time."""
     environment = dict(os.environ)
     environment |= {
@@ -156,11 +175,10 @@ def one_child(
         environment.pop("JAX_COMPILATION_CACHE_DIR")
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     command = [sys.executable, "-m", "benchmarks.card", call, "--child", group.name]
-    command += ["--out", str(options.out), "--only", options.only]
+    command += ["--out", str(options.out), "--only", options.only, "--attempts", str(attempts)]
     command += ["--seconds", str(max(1.0, deadline - time.monotonic()))]
     command += ["--rehearse"] if options.rehearse else []
     command += ["--resume", str(options.resume)] if options.resume else []
-    limits = {part.name: part.limit for part in pending}
     running = running_file(options)
     running.unlink(missing_ok=True)
     process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
@@ -169,21 +187,32 @@ def one_child(
         while process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
-            name, since = read_running(running) or ("", began)
-            if now > deadline + 3 or now - since > limits.get(name, max(limits.values())):
-                process.kill()
-                process.wait(20)
+            mark = read_running(running) or Mark("", began, COMPILE_LIMIT)
+            if now > deadline + 3 or now - mark.since > mark.limit:
+                break
     finally:
-        if process.poll() is None:
-            process.kill()
+        end(process)
 
 
-def read_running(file: Path) -> tuple[str, float] | None:
+def end(process: subprocess.Popen) -> None:
+    """Kill a process; one that the device holds may take longer to go than anybody waits."""
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
+
+
+def read_running(file: Path) -> Mark | None:
     try:
-        name, since = json.loads(file.read_text(encoding="utf-8"))
-        return name, since
-    except (OSError, ValueError):
+        return Mark(*json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
+
+
+def write_running(file: Path, part: str, limit: float) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(Mark(part, time.monotonic(), limit)), encoding="utf-8")
+    draft.replace(file)
 
 
 def note_failure(call: str, pending: list[Part], options, now: str, deadline: float) -> None:
@@ -192,9 +221,9 @@ def note_failure(call: str, pending: list[Part], options, now: str, deadline: fl
     running_file(options).unlink(missing_ok=True)
     if found is None or time.monotonic() > deadline:
         return
-    part = next(part for part in pending if part.name == found[0])
-    seconds = time.monotonic() - found[1]
-    error = f"the process ended after {seconds:.0f} s, of at most {part.limit:.0f}"
+    part = next(part for part in pending if part.name == found.part)
+    seconds = time.monotonic() - found.since
+    error = f"the process ended after {seconds:.0f} s, of at most {found.limit:.0f}"
     results_of(call, options).note(part, now, {"error": error})
 
 
@@ -227,8 +256,11 @@ def unpack_programs(cache: Path, options: argparse.Namespace) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     for folder in {options.out, options.resume or options.out}:
         for archive in sorted(folder.glob("programs-*.tar")):
-            with tarfile.open(archive) as tar:
-                tar.extractall(cache, filter="data")
+            try:
+                with tarfile.open(archive) as tar:
+                    tar.extractall(cache, filter="data")
+            except (tarfile.TarError, EOFError, OSError) as error:
+                print(f"{archive}: {error}; what it held is compiled anew", flush=True)
 
 
 def pack_programs(cache: Path, out: Path) -> None:
@@ -243,7 +275,9 @@ def pack_programs(cache: Path, out: Path) -> None:
                 tar.add(files[-1], files[-1].relative_to(cache))
                 files.pop()
         if size:
-            (out / f"programs-{number}.tar").write_bytes(content.getvalue())
+            draft = out / "programs.draft"
+            draft.write_bytes(content.getvalue())
+            draft.replace(out / f"programs-{number}.tar")
 
 
 # The child.
@@ -255,9 +289,10 @@ def child(options: argparse.Namespace) -> int:
     (call,) = options.calls
     (group,) = (g for g in groups_of(call, options.rehearse) if g.name == options.child)
     parts = tuple(part for part in group.parts if options.only in part.name)
-    now, machine = source(), Machine(small=options.rehearse)
+    now = source()
+    machine = Machine(small=options.rehearse, peaks_file=peaks_file(options))
     results = results_of(call, options)
-    pending = results.pending(parts, now)
+    pending = results.pending(parts, now, options.attempts)
     if group.on_device:
         results.content["machine"] = machine_here()
     running = running_file(options)
@@ -267,6 +302,7 @@ def child(options: argparse.Namespace) -> int:
             running.unlink(missing_ok=True)
             print(f"{part.name}: {left:.0f} s are not enough", flush=True)
             continue
+        write_running(running, part.name, part.limit)
         start = time.monotonic()
         try:
             found: dict[str, Any] = part.run(machine, compiled())
@@ -299,27 +335,44 @@ def compiled_parts(
 ) -> Iterator[tuple[Part, Any]]:
     """Each part when its programs are compiled, with a function that gives them.
 
-    Threads compile ahead: XLA uses one core for most of it.
+    Threads compile ahead: XLA uses one core for most of it. What traces for them is the thread that
+    measures, while it waits: Python runs one thread at a time, and a time taken beside another one
+    that traces is several times too long.
     """
-    workers = max(2, (os.cpu_count() or 2) - 1)
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    pool = concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1))
+    futures: dict[str, concurrent.futures.Future] = {}
+    ahead = list(pending)
 
-    def compile_all(part: Part) -> dict[str, Any]:
-        return {name: machine.compiled(p) for name, p in part.programs(machine).items()}
+    def begin(part: Part) -> None:
+        futures[part.name] = future = concurrent.futures.Future()
+        try:
+            programs = part.programs(machine).items()
+            lowered = {name: machine.lowered(program) for name, program in programs}
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            if lowered:
+                futures[part.name] = pool.submit(lambda: {n: c() for n, c in lowered.items()})
+            else:
+                future.set_result({})
 
     try:
-        futures = {part.name: pool.submit(compile_all, part) for part in pending}
-        if not group.overlap:
-            running.write_text(json.dumps([pending[0].name, time.monotonic()]) if pending else "")
-            concurrent.futures.wait(futures.values(), max(0.0, deadline - time.monotonic()))
         for part in pending:
-            running.write_text(json.dumps([part.name, time.monotonic()]), encoding="utf-8")
+            write_running(running, part.name, COMPILE_LIMIT)
+            while ahead and time.monotonic() < deadline:
+                mine = futures.get(part.name)
+                if group.overlap and mine is not None and mine.done():
+                    break
+                begin(ahead.pop(0))
             # Each program is let go with its part.
-            future = futures.pop(part.name)
-            concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
-            if not future.done():
+            mine = futures.pop(part.name, None)
+            if mine is None:
                 break
-            yield part, future.result
+            wanted = [mine, *(() if group.overlap else futures.values())]
+            concurrent.futures.wait(wanted, max(0.0, deadline - time.monotonic()))
+            if not mine.done():
+                break
+            yield part, mine.result
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -361,7 +414,7 @@ def compile_only(options: argparse.Namespace) -> int:
         for name, program in programs.items():
             start = time.monotonic()
             try:
-                said = memory_of(machine.compiled(program).memory_analysis())
+                said = memory_of(machine.lowered(program)().memory_analysis())
             except Exception as error:
                 failed += 1
                 said = f"FAILED: {type(error).__name__}: {error}".splitlines()[0][:300]

@@ -73,4 +73,4 @@ def throughput_part(rate: str) -> Part:
         )  # fmt: skip
 
     name = "no compression" if rate == "v" else f"rate {rate}"
-    return Part(f"throughput: {name}", run, seconds=60, limit=400)
+    return Part(f"throughput: {name}", run, seconds=60, limit=300)

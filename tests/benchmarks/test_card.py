@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.card import __main__ as card
-from benchmarks.card import attention, process, report
+from benchmarks.card import attention, peaks, process, report
 from benchmarks.card.parts import Group, Machine, Part
 from kvjax.cli import main_of
 from tests.conftest import REPOSITORY
@@ -24,7 +25,9 @@ def part(name: str, **more: Any) -> Part:
 
 @pytest.fixture
 def options(tmp_path) -> argparse.Namespace:
-    return argparse.Namespace(rehearse=True, out=tmp_path, resume=None, only="", seconds=60)
+    return argparse.Namespace(
+        rehearse=True, out=tmp_path, resume=None, only="", seconds=60, attempts=process.ATTEMPTS
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +64,12 @@ def test_a_call_goes_on_where_it_was(tmp_path) -> None:
         assert "failed" in left()
         process.Results(file).note(parts[1], "now", {"error": "no"})
     assert left() == ["old", "new"]
+    # What another attempt would say, too.
+    process.Results(file).note(parts[3], "now", {"error": "XlaRuntimeError: RESOURCE_EXHAUSTED: 9"})
+    assert left() == ["old"]
     # Elsewhere, with the files of before.
     earlier = process.Results(tmp_path / "y.json", file)
-    assert [p.name for p in earlier.pending(parts, "now")] == ["old", "new"]
+    assert [p.name for p in earlier.pending(parts, "now")] == ["old"]
     assert file.exists()
     assert not (tmp_path / "y.json").exists()
 
@@ -72,6 +78,23 @@ def test_what_is_not_ours_is_tried_once(tmp_path) -> None:
     rival, results = part("rival", optional=True), process.Results(tmp_path / "x.json")
     results.note(rival, "now", {"error": "not installed"})
     assert results.pending((rival,), "now") == []
+
+
+def test_what_failed_is_tried_again_after_all_else(options, monkeypatch) -> None:
+    groups = (Group("a", (part("x"), part("y"))), Group("b", (part("z"),)))
+    tried = []
+
+    def one_child(call, group, attempts, options, deadline, cache) -> None:
+        results = process.results_of(call, options)
+        one = results.pending(group.parts, process.source(), attempts)[0]
+        tried.append(one.name)
+        found = {} if one.name == "y" or tried.count(one.name) > 1 else {"error": "no"}
+        results.note(one, process.source(), found)
+
+    monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
+    monkeypatch.setattr(process, "one_child", one_child)
+    assert process.run_call("A", options, time.monotonic() + 600) == 0
+    assert tried == ["x", "y", "z", "x", "z"]
 
 
 def stand_in(folder: Path, script: str) -> str:
@@ -94,12 +117,12 @@ def test_a_part_that_ends_its_process_is_noted(
     script: str, said: str, options, tmp_path, monkeypatch
 ) -> None:
     since = time.monotonic() - 5
-    marked = f"echo '[\"bad\", {since}]' > $OUT/running.json\n{script}"
-    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, marked))
     limit = 4 if "sleep" in script else 30
-    group = Group("kernels", (part("bad", limit=limit),))
+    marked = f"echo '[\"bad\", {since}, {limit}]' > $OUT/running.json\n{script}"
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, marked))
+    group = Group("kernels", (part("bad"),))
     pending, deadline = list(group.parts), time.monotonic() + 600
-    process.one_child("A", group, pending, options, deadline, tmp_path)
+    process.one_child("A", group, 1, options, deadline, tmp_path)
     process.note_failure("A", pending, options, "now", deadline)
     results = process.results_of("A", options)
     assert results.parts["bad"]["error"] == said
@@ -107,9 +130,26 @@ def test_a_part_that_ends_its_process_is_noted(
 
 
 def test_a_part_that_the_time_ran_out_for_is_not_a_failure(options, tmp_path) -> None:
-    process.running_file(options).write_text(f'["late", {time.monotonic()}]')
+    process.write_running(process.running_file(options), "late", 30)
     process.note_failure("A", [part("late")], options, "now", time.monotonic() - 1)
     assert process.results_of("A", options).parts == {}
+
+
+def test_a_killed_process_that_stays_is_left_behind() -> None:
+    class Stuck:
+        killed = False
+
+        def poll(self):
+            return None
+
+        def kill(self) -> None:
+            self.killed = True
+
+        def wait(self, seconds: float) -> None:
+            raise subprocess.TimeoutExpired("python", seconds)
+
+    process.end(stuck := Stuck())  # type: ignore[arg-type]
+    assert stuck.killed
 
 
 def test_parts_are_compiled_ahead_and_one_at_a_time_measured(tmp_path) -> None:
@@ -136,9 +176,74 @@ def test_parts_are_compiled_ahead_and_one_at_a_time_measured(tmp_path) -> None:
     for one, compiled in pending:
         marked = process.read_running(running)
         assert marked is not None
-        assert marked[0] == one.name
+        assert (marked.part, marked.limit) == (one.name, process.COMPILE_LIMIT)
         found.append(one.run(Machine(), compiled())["sum"])
     assert found == [2, 11]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nothing_is_traced_beside_what_is_measured(overlap: bool, tmp_path) -> None:
+    """One thread traces and measures; what has nothing to compile is measured before all else, and
+    where compiling takes the device, when all is compiled."""
+    threads, events = set(), []
+
+    def of(name: str, programs: int) -> Part:
+        def traced(machine: Machine) -> dict[str, Any]:
+            return {str(n): name for n in range(programs)}
+
+        return Part(name, lambda machine, compiled: {}, traced)
+
+    class Recorded(Machine):
+        def lowered(self, program):  # type: ignore[override]
+            threads.add(threading.current_thread())
+            events.append(f"trace {program}")
+            compiled = threading.Event() if program == "slow" else None
+
+            def compile_() -> None:
+                if compiled is not None:
+                    compiled.wait(1)
+
+            return compile_
+
+    parts = [of("peaks", 0), of("slow", 1), of("later", 2)]
+    group = Group("g", tuple(parts), overlap=overlap)
+    for one, compiled in process.compiled_parts(
+        Recorded(), group, parts, tmp_path / "running.json", time.monotonic() + 60
+    ):
+        compiled()
+        events.append(f"run {one.name}")
+    assert threads == {threading.current_thread()}
+    traces = ["trace slow", "trace later", "trace later"]
+    first = ["run peaks", *traces] if overlap else [*traces, "run peaks"]
+    assert events == [*first, "run slow", "run later"]
+
+
+def test_what_cannot_be_traced_fails_alone(tmp_path) -> None:
+    def broken(machine: Machine) -> dict[str, Any]:
+        raise ValueError("no such shape")
+
+    parts = [part("broken", programs=broken), part("sound")]
+    found = process.compiled_parts(
+        Machine(), Group("g", tuple(parts)), parts, tmp_path / "r.json", time.monotonic() + 60
+    )
+    (one, compiled), (other, nothing) = found
+    with pytest.raises(ValueError, match="no such shape"):
+        compiled()
+    assert (one.name, other.name, nothing()) == ("broken", "sound", {})
+
+
+def test_processes_of_a_command_share_the_peaks(tmp_path, monkeypatch) -> None:
+    measured = []
+
+    def measure(small: bool) -> dict[str, float]:
+        measured.append(small)
+        return {"copy_bytes_per_s": 1e12}
+
+    monkeypatch.setattr(peaks, "measure_peaks", measure)
+    for _ in range(2):
+        machine = Machine(small=True, peaks_file=tmp_path / "peaks.json")
+        assert machine.peaks() == {"copy_bytes_per_s": 1e12}
+    assert measured == [True]
 
 
 def test_compiled_programs_travel_in_a_few_archives(options, tmp_path, monkeypatch) -> None:
@@ -159,6 +264,11 @@ def test_compiled_programs_travel_in_a_few_archives(options, tmp_path, monkeypat
     process.unpack_programs(later, options)
     assert {f.name for f in later.iterdir()} == {f"program{n}" for n in range(2, 8)}
     assert (later / "program5").read_bytes() == bytes([5]) * 8_000
+    # One that was cut off is as good as none.
+    whole = (out / "programs-0.tar").read_bytes()
+    (out / "programs-0.tar").write_bytes(whole[:9_000])
+    (out / "programs-1.tar").write_bytes(b"nothing" * 100)
+    process.unpack_programs(tmp_path / "last", options)
 
 
 def test_the_cheapest_part_runs(options, capsys) -> None:
