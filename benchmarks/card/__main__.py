@@ -6,11 +6,11 @@
     python -m benchmarks.card A B C --rehearse --out /tmp/out  # tiny sizes on a CPU
     python -m benchmarks.card A B --compile-only               # for an H200 that is not there
 
-Every part is written to its call's file (h200-kernels.json, h200-decode.json,
-h200-throughput.json) as soon as it is measured, and left out the next time unless the package's
-source has changed. Parts run in processes of their own: one that hangs or crashes is noted, and the
-rest goes on. `--seconds` is kept whatever happens. `python -m benchmarks.card.report` makes a page
-of the files.
+Every part is written to its call's and its card's file (h200-kernels.json, h200-decode.json,
+h200-throughput.json on an H200) as soon as it is measured, and left out the next time unless the
+source that it measures has changed. Parts run in processes of their own: one that hangs or crashes
+is noted, and the rest goes on. `--seconds` is kept whatever happens. `python -m
+benchmarks.card.report` makes a page of the files.
 """
 
 from kvjax.startup import guard
@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rehearse", action="store_true", help="tiny sizes on a CPU, kernels interpreted")
     add("--compile-only", action="store_true", help="compile for an H200 (pip install '.[cuda]')")
     add("--child", help=argparse.SUPPRESS)
+    add("--card", help=argparse.SUPPRESS)
     add("--attempts", type=int, default=process.ATTEMPTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     check_number("--seconds", options.seconds, 0, above=True)
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         return process.child(options)
     if options.compile_only:
         return process.compile_only(options)
+    options.card = "rehearsal" if options.rehearse else process.prefix_of(process.card_here())
     deadline, code = time.monotonic() + options.seconds, 0
     process.peaks_file(options).unlink(missing_ok=True)
     for call in options.calls:

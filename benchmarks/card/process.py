@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -37,6 +38,10 @@ ARCHIVE_BYTES = 15 << 20
 ARCHIVES = 3
 KILL_SECONDS = 20
 """What a killed process has to go."""
+MEASURED = ("kernels", "cache", "models", "engine")
+"""What of the package runs in every call."""
+SERVED = ("cli/throughput",)
+"""What of it runs in C, too."""
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy")
 
 
@@ -45,11 +50,13 @@ def groups_of(call: str, small: bool) -> tuple[Group, ...]:
     return importlib.import_module(f"benchmarks.card.{CALLS[call][0]}").groups(small)
 
 
-def source() -> str:
-    """What stands for the package's source: what was measured with another one is out of date."""
+def source(call: str) -> str:
+    """What stands for the source that a call measures: what was measured with another one is out of
+    date."""
     digest = hashlib.sha256()
-    for file in sorted((Path(__file__).parents[2] / "kvjax").rglob("*.py")):
-        digest.update(file.read_bytes())
+    for name in MEASURED + (SERVED if call == "C" else ()):
+        for file in sorted((Path(__file__).parents[2] / "kvjax" / name).rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -104,7 +111,7 @@ class Results:
 
 def file_of(call: str, options: argparse.Namespace, folder: Path) -> Path:
     """Where a call's results lie."""
-    return folder / f"{'rehearsal' if options.rehearse else 'h200'}-{CALLS[call][1]}.json"
+    return folder / f"{options.card}-{CALLS[call][1]}.json"
 
 
 def results_of(call: str, options: argparse.Namespace) -> Results:
@@ -136,7 +143,7 @@ def peaks_file(options: argparse.Namespace) -> Path:
 
 def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
     """Measure what is left of a call; 1 if anything failed, is wrong or is still left."""
-    now = source()
+    now = source(call)
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", "/tmp/kvjax-card-programs"))
     if not options.rehearse:
         unpack_programs(cache, options)
@@ -176,6 +183,7 @@ def one_child(call, group: Group, attempts: int, options, deadline: float, cache
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     command = [sys.executable, "-m", "benchmarks.card", call, "--child", group.name]
     command += ["--out", str(options.out), "--only", options.only, "--attempts", str(attempts)]
+    command += ["--card", options.card]
     command += ["--seconds", str(max(1.0, deadline - time.monotonic()))]
     command += ["--rehearse"] if options.rehearse else []
     command += ["--resume", str(options.resume)] if options.resume else []
@@ -289,7 +297,7 @@ def child(options: argparse.Namespace) -> int:
     (call,) = options.calls
     (group,) = (g for g in groups_of(call, options.rehearse) if g.name == options.child)
     parts = tuple(part for part in group.parts if options.only in part.name)
-    now = source()
+    now = source(call)
     machine = Machine(small=options.rehearse, peaks_file=peaks_file(options))
     results = results_of(call, options)
     pending = results.pending(parts, now, options.attempts)
@@ -388,14 +396,24 @@ def machine_here() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found = {"device": device.device_kind, "card": card_here(), "versions": versions}
+    return found | {"bytes": (device.memory_stats() or {}).get("bytes_limit")}
+
+
+def card_here() -> str | None:
+    """Name, driver and memory of the card, as its driver says."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-        card = done.stdout.strip().splitlines()[:1]
-    except OSError:
-        card = []
-    found = {"device": device.device_kind, "card": card[0] if card else None, "versions": versions}
-    return found | {"bytes": (device.memory_stats() or {}).get("bytes_limit")}
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.strip().splitlines()), None)
+
+
+def prefix_of(card: str | None) -> str:
+    """How the files of a card begin: what was measured on two is not to be mixed."""
+    found = re.search(r"\b[A-Z]{1,2}\d{1,3}\b", card or "")
+    return found[0].lower() if found else "gpu"
 
 
 # Without the card.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.card.report > docs/gpu.md
 
-Reads benchmarks/results/h200-*.json, or the files of `--results FOLDER`. A question that nothing
-was measured for is left open in the table.
+Reads benchmarks/results/h200-*.json and those of other cards, or the files of `--results FOLDER`: a
+page for each card. A question that nothing was measured for is left open in the table.
 """
 
 from kvjax.startup import guard
@@ -51,7 +51,13 @@ class Question(NamedTuple):
     """None where nothing was wanted, or nothing was measured."""
 
 
-def read(folder: Path, prefix: str = "h200") -> tuple[dict[str, Any], Parts]:
+def cards(folder: Path) -> list[str]:
+    """How the files of each card begin."""
+    found = {f.stem.rpartition("-")[0] for name in FILES for f in folder.glob(f"*-{name}.json")}
+    return sorted(found - {"rehearsal"})
+
+
+def read(folder: Path, prefix: str) -> tuple[dict[str, Any], Parts]:
     """The machine and all parts of the calls' files that are there."""
     machine: dict[str, Any] = {}
     parts: Parts = {}
@@ -205,16 +211,14 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def page(machine: dict[str, Any], parts: Parts) -> str:
-    """The page, in Markdown."""
-    if not parts:
-        return UNMEASURED
+def page(prefix: str, machine: dict[str, Any], parts: Parts) -> str:
+    """A card's page, in Markdown."""
     dates = sorted({row["date"] for row in parts.values()})
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     card = machine["card"] or machine["device"]
-    made = "Made by `python -m benchmarks.card.report` from benchmarks/results/h200-*.json."
-    said = ["# On a GPU", f"{card}; {versions}; {when}. {made}"]
+    made = f"Made by `python -m benchmarks.card.report` from benchmarks/results/{prefix}-*.json."
+    said = [f"# On a GPU: {prefix.upper()}", f"{card}; {versions}; {when}. {made}"]
     peaks = next((row for name, row in parts.items() if name.endswith(" peaks")), None)
     if peaks and "error" not in peaks:
         said.append(
@@ -298,11 +302,14 @@ def _throughput_row(row: Row) -> tuple[str, ...]:
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m benchmarks.card.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder (%(default)s)")
-    parser.add_argument("--prefix", default="h200", help="of the files' names (%(default)s)")
+    parser.add_argument("--prefix", help="of the files' names, for those of one card alone")
     options = parser.parse_args(arguments)
     if not options.results.is_dir():
         raise UserError(f"--results {options.results}: there is no such folder")
-    print(page(*read(options.results, options.prefix)), end="")
+    prefixes = cards(options.results) if options.prefix is None else [options.prefix]
+    read_ = {prefix: read(options.results, prefix) for prefix in prefixes}
+    pages = [page(prefix, *found) for prefix, found in read_.items() if found[1]]
+    print("\n".join(pages) or UNMEASURED, end="")
     return 0
 
 

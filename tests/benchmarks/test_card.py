@@ -26,8 +26,9 @@ def part(name: str, **more: Any) -> Part:
 @pytest.fixture
 def options(tmp_path) -> argparse.Namespace:
     return argparse.Namespace(
-        rehearse=True, out=tmp_path, resume=None, only="", seconds=60, attempts=process.ATTEMPTS
-    )
+        rehearse=True, out=tmp_path, resume=None, only="", seconds=60, attempts=process.ATTEMPTS,
+        card="rehearsal",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -86,10 +87,10 @@ def test_what_failed_is_tried_again_after_all_else(options, monkeypatch) -> None
 
     def one_child(call, group, attempts, options, deadline, cache) -> None:
         results = process.results_of(call, options)
-        one = results.pending(group.parts, process.source(), attempts)[0]
+        one = results.pending(group.parts, process.source(call), attempts)[0]
         tried.append(one.name)
         found = {} if one.name == "y" or tried.count(one.name) > 1 else {"error": "no"}
-        results.note(one, process.source(), found)
+        results.note(one, process.source(call), found)
 
     monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
     monkeypatch.setattr(process, "one_child", one_child)
@@ -185,7 +186,7 @@ def test_parts_are_compiled_ahead_and_one_at_a_time_measured(tmp_path) -> None:
 def test_nothing_is_traced_beside_what_is_measured(overlap: bool, tmp_path) -> None:
     """One thread traces and measures; what has nothing to compile is measured before all else, and
     where compiling takes the device, when all is compiled."""
-    threads, events = set(), []
+    threads, events, done = set(), [], []
 
     def of(name: str, programs: int) -> Part:
         def traced(machine: Machine) -> dict[str, Any]:
@@ -202,6 +203,7 @@ def test_nothing_is_traced_beside_what_is_measured(overlap: bool, tmp_path) -> N
             def compile_() -> None:
                 if compiled is not None:
                     compiled.wait(1)
+                done.append(program)
 
             return compile_
 
@@ -211,6 +213,7 @@ def test_nothing_is_traced_beside_what_is_measured(overlap: bool, tmp_path) -> N
         Recorded(), group, parts, tmp_path / "running.json", time.monotonic() + 60
     ):
         compiled()
+        assert overlap or len(done) == 3
         events.append(f"run {one.name}")
     assert threads == {threading.current_thread()}
     traces = ["trace slow", "trace later", "trace later"]
@@ -279,7 +282,7 @@ def test_the_cheapest_part_runs(options, capsys) -> None:
     row = content["parts"]["right: move"]
     assert row["good"]
     assert row["errors"] == {"k": 0.0, "v": 0.0}
-    assert row["source"] == process.source()
+    assert row["source"] == process.source("A")
     assert content["machine"]["versions"]["jax"]
     assert process.results_of("A", options).pending((part("right: move"),), row["source"]) == []
     assert "right: move: errors" in capsys.readouterr().out
@@ -306,7 +309,7 @@ def test_all_three_calls_at_tiny_sizes(tmp_path) -> None:
     ring = next(row for name, row in parts.items() if name.startswith("ring: "))
     assert ring["wraps"] >= 10
     assert ring["chosen"] == "mosaic_gpu, interpreted"
-    text = report.page(*report.read(tmp_path, "rehearsal"))
+    text = report.page("rehearsal", *report.read(tmp_path, "rehearsal"))
     assert "## Tokens per second" in text
     assert "Whole decode steps" in text
 
@@ -370,9 +373,10 @@ def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> No
     write_results(tmp_path)
     assert main_of(report.main, ["--results", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "NVIDIA H200, 1.2, 3; jax 9.9; 2030-01-02" in text
+    assert text.startswith("# On a GPU: H200\n\nNVIDIA H200, 1.2, 3; jax 9.9; 2030-01-02")
+    assert "from benchmarks/results/h200-*.json" in text
     assert "copies 4.30 TB/s" in text
-    answers = {q.asked: (q.got, q.met) for q in report.questions(report.read(tmp_path)[1])}
+    answers = {q.asked: (q.got, q.met) for q in report.questions(report.read(tmp_path, "h200")[1])}
     assert answers == {
         "kernels against the reference": ("2 of 4", False),
         "repeats of 20 runs that differ in a bit": ("0", True),
@@ -415,7 +419,53 @@ def test_the_page_knows_every_variant_that_is_timed() -> None:
     assert tuple(f" {name}" for name in attention.VARIANTS) == report.VARIANTS
 
 
-def test_a_page_without_results_says_how_to_get_them(tmp_path) -> None:
-    text = report.page(*report.read(tmp_path))
+def test_every_card_has_a_page_of_its_own(tmp_path, capsys) -> None:
+    """And none of it figures of another one."""
+    write_results(tmp_path)
+    machine = {"device": "H100", "card": "NVIDIA H100 80GB HBM3", "versions": {"jax": "9.9"}}
+    part = {"attention: slow": timing(777, 2e9, 0.5)}
+    (tmp_path / "h100-decode.json").write_text(json.dumps({"machine": machine, "parts": part}))
+    (tmp_path / "rehearsal-decode.json").write_text(json.dumps({"machine": {}, "parts": part}))
+    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
+    first, second = capsys.readouterr().out.split("# On a GPU: ")[1:]
+    assert first.startswith("H100\n\nNVIDIA H100 80GB HBM3; ")
+    assert "| 777.0" in first
+    assert second.startswith("H200\n\nNVIDIA H200")
+    assert "| 777.0" not in second
+    assert main_of(report.main, ["--results", str(tmp_path), "--prefix", "h100"]) == 0
+    assert capsys.readouterr().out == f"# On a GPU: {first[:-1]}"
+
+
+@pytest.mark.parametrize(
+    ("card", "prefix"),
+    [
+        ("NVIDIA H100 80GB HBM3, 580.1, 81559 MiB", "h100"),
+        ("NVIDIA H200, 580.1, 143771 MiB", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        (None, "gpu"),
+    ],
+)
+def test_results_of_cards_are_kept_apart(card: str | None, prefix: str, options) -> None:
+    options.card = process.prefix_of(card)
+    assert process.results_of("B", options).file == options.out / f"{prefix}-decode.json"
+
+
+def test_what_is_not_measured_changes_nothing(tmp_path, monkeypatch) -> None:
+    """A line of the server's leaves what was measured as it is, one of a kernel's does not."""
+    for name in ("kernels", "serve", "cli/throughput"):
+        (tmp_path / "kvjax" / name).mkdir(parents=True)
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "benchmarks" / "card" / "process.py"))
+
+    def changed_by(name: str) -> str:
+        before = {call: process.source(call) for call in "ABC"}
+        (tmp_path / "kvjax" / name / "x.py").write_text("x = 1\n")
+        return "".join(call for call in "ABC" if process.source(call) != before[call])
+
+    assert [changed_by(x) for x in ("kernels", "serve", "cli/throughput")] == ["ABC", "", "C"]
+
+
+def test_a_page_without_results_says_how_to_get_them(tmp_path, capsys) -> None:
+    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
     assert "Nothing was measured on a GPU yet" in text
     assert "python -m benchmarks.card C" in text
