@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.card import __main__ as card
-from benchmarks.card import attention, peaks, process, report
+from benchmarks.card import attention, check, peaks, process, report
 from benchmarks.card.parts import Group, Machine, Part
+from benchmarks.kernels import checks
+from benchmarks.kernels.cases import CODES, Case, paged_problem
 from kvjax.cli import main_of
 from tests.conftest import REPOSITORY
 
@@ -286,6 +288,79 @@ def test_the_cheapest_part_runs(options, capsys) -> None:
     assert content["machine"]["versions"]["jax"]
     assert process.results_of("A", options).pending((part("right: move"),), row["source"]) == []
     assert "right: move: errors" in capsys.readouterr().out
+
+
+NOT_OURS = "xla: mosaic_gpu does not serve device cpu"
+
+
+def right_parts() -> dict[str, Part]:
+    return {p.name: p for g in check.groups(small=False) for p in g.parts}
+
+
+@pytest.mark.parametrize(
+    "name", ["right: b=64", "right: int8 int4 b=16 d=128", "attention: 8B 256 × 1024 uniform b=64"]
+)
+def test_nothing_is_right_that_is_not_by_a_kernel_of_ours(name: str, monkeypatch) -> None:
+    """Here XLA is chosen, which is right, and takes its time."""
+    from benchmarks.card.peaks import measure_peaks
+
+    drawn = checks.decode_problem
+    monkeypatch.setattr(checks, "decode_problem", lambda shape, longest: drawn(shape, 40))
+    monkeypatch.setattr(attention, "paged_problem", lambda case: paged_problem(FEW))
+    monkeypatch.setattr(attention, "_turns", lambda case: 2)
+    machine = Machine()
+    machine.kept["peaks"] = measure_peaks(small=True)
+    one = right_parts()[name]
+    compiled = {key: machine.lowered(p)() for key, p in one.programs(machine).items()}
+    found = one.run(machine, compiled)
+    assert found["chosen"].startswith(NOT_OURS)
+    assert all(error <= found["limit"] for error in found.get("errors", {}).values())
+    assert not found["good"]
+
+
+FEW = Case("8B", 4, 2, 40, "uniform", "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "check_name", "good"),
+    [
+        ("move", "move_check", False),
+        ("append llama-3.1-8b", "append_check", False),
+        ("received d=64", "received_check", False),
+        ("prefill d=64", "prefill_check", True),
+    ],
+)
+def test_what_a_library_does_is_right_for_prompts_alone(
+    name: str, check_name: str, good: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(checks, check_name, lambda *_: (name, NOT_OURS, {"out": 0.0}, 1.0))
+    one = right_parts()[f"right: {name}"]
+    assert one.run(Machine(), {})["good"] is good
+    assert one.run(Machine(small=True), {})["good"]
+
+
+def test_every_pair_of_codecs_and_the_append_are_checked() -> None:
+    parts = right_parts()
+    pairs = {shape.forms for shape in CODES.values()}
+    assert len(pairs) == 5
+    assert {shape.forms for name, shape in CODES.items() if f"right: {name}" in parts} == pairs
+    assert "ring: append bfloat16 d=128 r=4 b=16 uniform" in parts
+
+
+def test_memory_is_checked_array_by_array(monkeypatch) -> None:
+    """In a region that JAX allocates as a whole nothing would be out of bounds."""
+    given: dict[str, Any] = {}
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        given.update(options, command=command)
+        return subprocess.CompletedProcess(command, 9, stdout="========= Invalid write\nx\n")
+
+    monkeypatch.setattr(check.shutil, "which", lambda name: sys.executable)
+    monkeypatch.setattr(check.subprocess, "run", run)
+    found = check.memory_check(Machine(), {})
+    assert found == {"good": False, "exit_code": 9, "said": ["========= Invalid write"]}
+    assert given["env"]["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
+    assert check.SMALL_CALL in given["command"]
 
 
 @pytest.mark.slow
