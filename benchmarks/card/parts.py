@@ -12,6 +12,14 @@ NO_TUNING = "--xla_gpu_autotune_level=0"
 """Kernels of ours have nothing that XLA would tune; what it tunes, it times on the device."""
 
 
+MEMORY_FRACTION = 0.92
+"""Of a card's memory, what a process takes: the rest is the libraries'."""
+ABSENT_BYTES = 150 * 10**9
+"""Memory of the card that is not there."""
+AT_ONCE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+"""Of a process with pools for which pieces of memory would be too small."""
+
+
 class Program(NamedTuple):
     """A function to compile, with abstract arguments."""
 
@@ -34,6 +42,15 @@ class Machine:
     """Where the peaks are noted, which processes share."""
     kept: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """What parts of one process share: peaks, a model."""
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that the device gives a process, where it says so."""
+        if self.target is not None:
+            return int(MEMORY_FRACTION * ABSENT_BYTES)
+        import jax
+
+        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
     @property
     def interpreted(self) -> bool:

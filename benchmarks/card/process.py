@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.card.parts import Group, Machine, Part
+from benchmarks.card.parts import MEMORY_FRACTION, Group, Machine, Part
 
 CALLS = {"A": ("check", "kernels"), "B": ("decode", "decode"), "C": ("serve", "throughput")}
 """Module of each call, and the end of its file's name."""
@@ -175,7 +175,8 @@ def one_child(call, group: Group, attempts: int, options, deadline: float, cache
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+    environment |= group.environment
     flags = group.environment.get("XLA_FLAGS", "")
     if options.rehearse:
         environment["JAX_PLATFORMS"], flags = "cpu", ""
