@@ -41,7 +41,7 @@ def groups(small: bool) -> tuple[Group, ...]:
     attention = [attention_part(case, statistic) for case in cases for statistic in (False, True)]
     # Variants of Hopper's kernel alone.
     variants = [(case, name) for case in cases[:4] for name in VARIANTS]
-    attention += [] if small else [attention_part(case, False, name) for case, name in variants]
+    beside = [] if small else [attention_part(case, False, name) for case, name in variants]
     sizes = (2,) if small else (64, 256, 32, 128)
     methods = ("full", "kv-compress-continual")
     steps = [(size, method) for size in sizes for method in methods]
@@ -65,6 +65,7 @@ def groups(small: bool) -> tuple[Group, ...]:
         # What the allocator keeps of smaller pools would leave no room.
         *(Group(part.name, (part,), AT_ONCE, overlap=False) for part in large if not small),
         Group("beside", (section_part("window"), section_part("move"))),
+        Group("variants", tuple(beside), {"XLA_FLAGS": NO_TUNING}),
         Group("others", tuple(rivals)),
     )
 

@@ -130,3 +130,7 @@ class Group:
     """Whether parts are measured while the programs of later ones are compiled."""
     on_device: bool = True
     """Whether the process itself takes the device."""
+    call: str = ""
+    """The call in whose file its results are."""
+    seconds: float | None = None
+    """The most that it takes of a command's time; None for all that is left."""

@@ -3,6 +3,7 @@
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import importlib
@@ -23,10 +24,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.card import plan
 from benchmarks.card.parts import MEMORY_FRACTION, Group, Machine, Part
+from kvjax.errors import UserError
 
 CALLS = {"A": ("check", "kernels"), "B": ("decode", "decode"), "C": ("serve", "throughput")}
 """Module of each call, and the end of its file's name."""
+PLANS = {"first": plan.first, "rest": plan.rest}
+SECONDS = {"first": 560, "rest": 200}
+"""What a command takes if nobody says: a machine that lends ten minutes has to start, too."""
+USUAL_SECONDS = 540
+IMPORTED = ("kvjax.engine", "kvjax.cli.throughput.measure")
+NO_DEVICE = 4
+"""Exit code of a process that found no card: where the first one does not, no other one would."""
 ATTEMPTS = 3
 """Times that a part is tried in all, each time after all others."""
 COMPILE_LIMIT = 240
@@ -46,8 +56,20 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy")
 
 
 def groups_of(call: str, small: bool) -> tuple[Group, ...]:
-    """The parts of a call."""
-    return importlib.import_module(f"benchmarks.card.{CALLS[call][0]}").groups(small)
+    """The parts of a call, or of a plan over several."""
+    if call in PLANS:
+        return PLANS[call](lambda call: groups_of(call, small))
+    groups = importlib.import_module(f"benchmarks.card.{CALLS[call][0]}").groups(small)
+    return tuple(dataclasses.replace(group, call=call) for group in groups)
+
+
+def check_imports() -> None:
+    """Refuse to begin where a package is missing: each part would find out by itself."""
+    for name in IMPORTED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(f"{name} cannot be imported: {error}") from error
 
 
 def source(call: str) -> str:
@@ -143,30 +165,37 @@ def peaks_file(options: argparse.Namespace) -> Path:
 
 def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
     """Measure what is left of a call; 1 if anything failed, is wrong or is still left."""
-    now = source(call)
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", "/tmp/kvjax-card-programs"))
     if not options.rehearse:
         unpack_programs(cache, options)
-    groups = groups_of(call, options.rehearse)
+    groups, met = groups_of(call, options.rehearse), False
     # What failed may hang: it is tried again when all else was.
     for attempts, group in itertools.product(range(1, ATTEMPTS + 1), groups):
         parts, ran = tuple(part for part in group.parts if options.only in part.name), False
-        while pending := results_of(call, options).pending(parts, now, attempts):
-            left = deadline - time.monotonic()
+        now, until = source(group.call), deadline
+        if group.seconds is not None:
+            until = min(deadline, time.monotonic() + group.seconds)
+        while pending := results_of(group.call, options).pending(parts, now, attempts):
+            left = until - time.monotonic()
             if left < min(part.seconds for part in pending) + 5:
                 break
-            before, ran = json.dumps(results_of(call, options).parts), True
-            one_child(call, group, attempts, options, deadline, cache)
-            note_failure(call, pending, options, now, deadline)
-            if json.dumps(results_of(call, options).parts) == before:
+            before, ran = json.dumps(results_of(group.call, options).parts), True
+            code = one_child(call, group, attempts, options, until, cache)
+            if code == NO_DEVICE and not met:
+                return report_of(call, options)
+            met = True
+            note_failure(group.call, pending, options, now, until)
+            if json.dumps(results_of(group.call, options).parts) == before:
                 break  # nothing fits into what is left
         if ran and not options.rehearse:
             pack_programs(cache, options.out)
-    return report_of(call, options, now)
+    return report_of(call, options)
 
 
-def one_child(call, group: Group, attempts: int, options, deadline: float, cache: Path) -> None:
-    """Run a process over a group, as long as its parts and the call have time."""
+def one_child(
+    call, group: Group, attempts: int, options, deadline: float, cache: Path
+) -> int | None:
+    """Run a process over a group, as long as its parts and the group have time; its exit code."""
     environment = dict(os.environ)
     environment |= {
         "PYTHONUNBUFFERED": "1",
@@ -181,6 +210,9 @@ def one_child(call, group: Group, attempts: int, options, deadline: float, cache
     if options.rehearse:
         environment["JAX_PLATFORMS"], flags = "cpu", ""
         environment.pop("JAX_COMPILATION_CACHE_DIR")
+    else:
+        # Without a card JAX would take the processor, for hours.
+        environment.setdefault("JAX_PLATFORMS", "cuda,cpu")
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     command = [sys.executable, "-m", "benchmarks.card", call, "--child", group.name]
     command += ["--out", str(options.out), "--only", options.only, "--attempts", str(attempts)]
@@ -201,6 +233,7 @@ def one_child(call, group: Group, attempts: int, options, deadline: float, cache
                 break
     finally:
         end(process)
+    return process.poll()
 
 
 def end(process: subprocess.Popen) -> None:
@@ -236,11 +269,11 @@ def note_failure(call: str, pending: list[Part], options, now: str, deadline: fl
     results_of(call, options).note(part, now, {"error": error})
 
 
-def report_of(call: str, options: argparse.Namespace, now: str) -> int:
+def report_of(call: str, options: argparse.Namespace) -> int:
     """Print what became of every part."""
-    results = results_of(call, options)
     bad = 0
     for group in groups_of(call, options.rehearse):
+        results, now = results_of(group.call, options), source(group.call)
         for part in group.parts:
             if options.only not in part.name:
                 continue
@@ -249,7 +282,9 @@ def report_of(call: str, options: argparse.Namespace, now: str) -> int:
                 row = {"error": "not measured: no time was left"}
             failed = not part.optional and ("error" in row or not row.get("good", True))
             bad += failed
-            print(f"{call} {'FAILED ' if failed else ''}{part.name}: {said_of(row)}", flush=True)
+            print(
+                f"{group.call} {'FAILED ' if failed else ''}{part.name}: {said_of(row)}", flush=True
+            )
     return 1 if bad else 0
 
 
@@ -298,12 +333,16 @@ def child(options: argparse.Namespace) -> int:
     (call,) = options.calls
     (group,) = (g for g in groups_of(call, options.rehearse) if g.name == options.child)
     parts = tuple(part for part in group.parts if options.only in part.name)
-    now = source(call)
+    now = source(group.call)
     machine = Machine(small=options.rehearse, peaks_file=peaks_file(options))
-    results = results_of(call, options)
+    results = results_of(group.call, options)
     pending = results.pending(parts, now, options.attempts)
     if group.on_device:
-        results.content["machine"] = machine_here()
+        try:
+            results.content["machine"] = machine_here()
+        except RuntimeError as error:
+            print(f"no card: {error}", flush=True)
+            return NO_DEVICE
     running = running_file(options)
     for part, compiled in compiled_parts(machine, group, pending, running, deadline):
         left = deadline - time.monotonic()

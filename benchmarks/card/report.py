@@ -33,6 +33,8 @@ UNMEASURED = """# On a GPU
 
 Nothing was measured on a GPU yet. On a machine with a Hopper GPU:
 
+    python -m benchmarks.card first --out benchmarks/results # what tells most, in ten minutes
+    python -m benchmarks.card rest --out benchmarks/results  # all else, as far as time allows
     python -m benchmarks.card A --out benchmarks/results     # are the kernels right
     python -m benchmarks.card B --out benchmarks/results     # attention, decode steps
     python -m benchmarks.card C --out benchmarks/results     # tokens per second

@@ -84,7 +84,7 @@ def test_what_is_not_ours_is_tried_once(tmp_path) -> None:
 
 
 def test_what_failed_is_tried_again_after_all_else(options, monkeypatch) -> None:
-    groups = (Group("a", (part("x"), part("y"))), Group("b", (part("z"),)))
+    groups = (Group("a", (part("x"), part("y")), call="A"), Group("b", (part("z"),), call="A"))
     tried = []
 
     def one_child(call, group, attempts, options, deadline, cache) -> None:
@@ -330,9 +330,11 @@ def test_compiled_programs_travel_in_a_few_archives(options, tmp_path, monkeypat
     process.unpack_programs(tmp_path / "last", options)
 
 
-def test_the_cheapest_part_runs(options, capsys) -> None:
-    """In this process: MoveCache against its reference, written as soon as it is measured."""
-    options.only, options.child, options.calls = "right: move", "kernels", ["A"]
+@pytest.mark.parametrize("call", ["A", "rest"])
+def test_the_cheapest_part_runs(call: str, options, capsys) -> None:
+    """In this process: MoveCache against its reference, written as soon as it is measured, and
+    where call A has it whoever asks."""
+    options.only, options.child, options.calls = "right: move", "kernels", [call]
     assert process.child(options) == 0
     content = json.loads((options.out / "rehearsal-kernels.json").read_text())
     row = content["parts"]["right: move"]
@@ -342,6 +344,130 @@ def test_the_cheapest_part_runs(options, capsys) -> None:
     assert content["machine"]["versions"]["jax"]
     assert process.results_of("A", options).pending((part("right: move"),), row["source"]) == []
     assert "right: move: errors" in capsys.readouterr().out
+
+
+def names(groups: tuple[Group, ...]) -> list[str]:
+    return [p.name for g in groups for p in g.parts]
+
+
+def test_what_tells_most_comes_first() -> None:
+    groups = process.groups_of("first", small=False)
+    assert names(groups) == [
+        "peaks",
+        "right: llama-3.1-8b",
+        "ring: bfloat16 d=128 r=4 b=16 uniform",
+        "ring: float32 d=128 r=4 b=16 zipf",
+        "right: llama-3.1-70b",
+        "right: append llama-3.1-8b",
+        "ring: append bfloat16 d=128 r=4 b=16 uniform",
+        "pool of more than 2^31 elements",
+        "attention: 8B 256 × 1024 uniform b=16",
+        "attention: 8B 256 × 1024 uniform b=16 + statistic",
+        "attention: 8B 32 × 8192 uniform b=16",
+        "attention: 8B 32 × 8192 uniform b=16 + statistic",
+        "throughput: rate 64",
+        "throughput: no compression",
+        "step: llama3.1-8b, 64 × 1024, full",
+    ]
+    # Whatever the others take, the last part is begun.
+    *capped, last = groups
+    taken = sum(g.seconds or 1000 for g in capped)
+    assert taken + last.parts[0].seconds + 30 <= process.SECONDS["first"] <= 570
+    assert all((g.seconds or 0) >= sum(p.seconds for p in g.parts) for g in capped)
+    assert all(g.parts for g in process.groups_of("first", small=True))
+
+
+def test_the_rest_is_all_there_is() -> None:
+    """What may fail and be none of ours comes last."""
+    rest = process.groups_of("rest", small=False)
+    every = [g for call in "ABC" for g in process.groups_of(call, small=False)]
+    assert sorted((g.call, p.name) for g in rest for p in g.parts) == sorted(
+        (g.call, p.name) for g in every for p in g.parts
+    )
+    assert [g.name for g in rest][:3] == ["kernels", "steps", "throughput"]
+    assert [g.name for g in rest][-3:] == ["memory checker", "variants", "others"]
+    assert names(rest[2:3])[-1] == "throughput: rate 1"
+
+
+def test_a_group_leaves_time_to_those_behind_it(options, monkeypatch) -> None:
+    given = {}
+
+    def one_child(call, group, attempts, options, until, cache) -> None:
+        given.setdefault(group.name, until - time.monotonic())
+
+    groups = (
+        Group("a", (part("x"),), call="A", seconds=50),
+        Group("b", (part("y"),), call="B", seconds=900),
+        Group("c", (part("z", seconds=700),), call="C"),
+    )
+    monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
+    monkeypatch.setattr(process, "one_child", one_child)
+    assert process.run_call("first", options, time.monotonic() + 600) == 1
+    assert given == {"a": pytest.approx(50, abs=5), "b": pytest.approx(600, abs=5)}
+
+
+@pytest.mark.parametrize(("found", "children"), [(False, 1), (True, 6)])
+def test_where_there_is_no_card_one_process_finds_out(
+    found: bool, children: int, options, monkeypatch
+) -> None:
+    """One that is lost on the way may be back for the next."""
+    codes = []
+
+    def one_child(*_) -> int:
+        codes.append(0 if found and not codes else process.NO_DEVICE)
+        return codes[-1]
+
+    groups = (Group("a", (part("x"),), call="A"), Group("b", (part("y"),), call="A"))
+    monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
+    monkeypatch.setattr(process, "one_child", one_child)
+    assert process.run_call("A", options, time.monotonic() + 600) == 1
+    assert len(codes) == children
+
+
+def test_a_missing_package_is_found_first(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(process, "IMPORTED", ("kvjax.engine", "no_such_package"))
+    monkeypatch.setattr(process, "run_call", lambda *_: pytest.fail("begun"))
+    assert main_of(card.main, ["first", "--out", str(tmp_path)]) == 2
+    assert "no_such_package cannot be imported: No module named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [(["first"], 560), (["rest"], 200), (["A", "B"], 540), (["first", "--seconds", "99"], 99)],
+)
+def test_commands_end_within_their_time(
+    arguments: list[str], seconds: float, tmp_path, monkeypatch
+) -> None:
+    deadlines = []
+
+    def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
+        deadlines.append(deadline)
+        return 0
+
+    monkeypatch.setattr(process, "run_call", run_call)
+    start = time.monotonic()
+    assert main_of(card.main, [*arguments, "--out", str(tmp_path)]) == 0
+    assert max(deadlines) == min(deadlines) == pytest.approx(start + seconds, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("ptxas", "given", "said"), [(True, "", "cuda"), (True, "/mine", "/mine"), (False, "", "")]
+)
+def test_the_script_says_where_ptxas_is(ptxas: bool, given: str, said: str, tmp_path) -> None:
+    """Where NVIDIA's packages lack it JAX looks in a folder "None"."""
+    python, cuda = stand_in(tmp_path, 'echo "root=$CUDA_ROOT" "$@"'), tmp_path / "cuda"
+    if ptxas:
+        (cuda / "bin").mkdir(parents=True)
+        (cuda / "bin" / "ptxas").touch(mode=0o755)
+    environment = {**os.environ, "PYTHON": python, "CUDA_HOME": str(cuda), "CUDA_ROOT": given}
+    command = ["bash", "scripts/gpu_check.sh", "first", str(tmp_path / "out"), "--only", "x"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    root, *arguments = done.stdout.split()
+    assert root == f"root={cuda if said == 'cuda' else said}"
+    assert arguments[:4] == ["-m", "benchmarks.card", "first", "--out"]
+    assert arguments[-2:] == ["--only", "x"]
 
 
 NOT_OURS = "xla: mosaic_gpu does not serve device cpu"
