@@ -1,4 +1,4 @@
-"""What a Hopper GPU is asked, in three calls: each goes on where it was broken off.
+"""What a Hopper GPU is asked, in a few calls: each goes on where it was broken off.
 
     python -m benchmarks.card first --out /tmp/out             # of all three, what tells most
     python -m benchmarks.card rest --out /tmp/out              # all else, as far as time allows

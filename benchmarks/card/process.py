@@ -350,7 +350,9 @@ def child(options: argparse.Namespace) -> int:
             running.unlink(missing_ok=True)
             print(f"{part.name}: {left:.0f} s are not enough", flush=True)
             continue
-        write_running(running, part.name, part.limit)
+        # Interpreters take longer than kernels.
+        limit = part.limit + (COMPILE_LIMIT if options.rehearse else 0)
+        write_running(running, part.name, limit)
         start = time.monotonic()
         try:
             found: dict[str, Any] = part.run(machine, compiled())

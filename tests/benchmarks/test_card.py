@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.card import __main__ as card
-from benchmarks.card import attention, check, decode, peaks, process, report
+from benchmarks.card import peaks, process, report
 from benchmarks.card.parts import AT_ONCE, Group, Machine, Part
-from benchmarks.kernels import checks
-from benchmarks.kernels.cases import CODES, Case, paged_problem
 from kvjax.cli import main_of
 from tests.conftest import REPOSITORY
 
@@ -144,46 +142,6 @@ def test_a_group_says_how_its_process_takes_memory(
     group = Group("kernels", (part("x"),), given)
     process.one_child("A", group, 1, options, time.monotonic() + 60, tmp_path)
     assert (tmp_path / "said").read_text().strip() == said
-
-
-def large_step(memory: int) -> tuple[Part, Machine]:
-    """The step over a pool that takes all memory, and a machine that has so much."""
-
-    class Sized(Machine):
-        @property
-        def memory(self) -> int:
-            return memory
-
-    parts = [p for g in decode.groups(small=False) for p in g.parts if "large pool" in p.name]
-    (one,) = parts
-    return one, Sized()
-
-
-@pytest.mark.parametrize(("memory", "pool"), [(77 * 10**9, 55.0e9), (138 * 10**9, 70.0e9)])
-def test_the_large_pool_is_what_the_card_has_room_for(memory: int, pool: float) -> None:
-    """Beside 16 GB of weights and 6 for all else; an H200 is asked what it always was."""
-    one, machine = large_step(memory)
-    cache = one.programs(machine)["loop"].arguments[1]
-    held = (cache.kv.stored_k, cache.kv.stored_v)
-    assert sum(x.size * x.dtype.itemsize for x in held) == pytest.approx(pool, rel=0.03)
-
-
-def test_where_there_is_no_room_for_a_large_pool_that_is_said() -> None:
-    one, machine = large_step(60 * 10**9)
-    assert one.programs(machine) == {}
-    assert one.run(machine, {}) == {"skipped": "there is room for a pool of 38 GB only"}
-
-
-def test_the_steps_that_tell_most_are_a_group_of_their_own() -> None:
-    """All of a group is compiled before any of it is measured."""
-    groups = {g.name: g for g in decode.groups(small=False)}
-    assert [p.name for p in groups["steps"].parts] == [
-        "step: llama3.1-8b, 64 × 1024, full",
-        "step: llama3.1-8b, 256 × 1024, kv-compress-continual",
-    ]
-    steps = [g for g in groups.values() if any(p.name.startswith("step: ") for p in g.parts)]
-    assert sum(len(g.parts) for g in steps) == 11
-    assert all(g.environment == AT_ONCE and not g.overlap for g in steps)
 
 
 def test_a_part_that_the_time_ran_out_for_is_not_a_failure(options, tmp_path) -> None:
@@ -346,49 +304,6 @@ def test_the_cheapest_part_runs(call: str, options, capsys) -> None:
     assert "right: move: errors" in capsys.readouterr().out
 
 
-def names(groups: tuple[Group, ...]) -> list[str]:
-    return [p.name for g in groups for p in g.parts]
-
-
-def test_what_tells_most_comes_first() -> None:
-    groups = process.groups_of("first", small=False)
-    assert names(groups) == [
-        "peaks",
-        "right: llama-3.1-8b",
-        "ring: bfloat16 d=128 r=4 b=16 uniform",
-        "ring: float32 d=128 r=4 b=16 zipf",
-        "right: llama-3.1-70b",
-        "right: append llama-3.1-8b",
-        "ring: append bfloat16 d=128 r=4 b=16 uniform",
-        "pool of more than 2^31 elements",
-        "attention: 8B 256 × 1024 uniform b=16",
-        "attention: 8B 256 × 1024 uniform b=16 + statistic",
-        "attention: 8B 32 × 8192 uniform b=16",
-        "attention: 8B 32 × 8192 uniform b=16 + statistic",
-        "throughput: rate 64",
-        "throughput: no compression",
-        "step: llama3.1-8b, 64 × 1024, full",
-    ]
-    # Whatever the others take, the last part is begun.
-    *capped, last = groups
-    taken = sum(g.seconds or 1000 for g in capped)
-    assert taken + last.parts[0].seconds + 30 <= process.SECONDS["first"] <= 570
-    assert all((g.seconds or 0) >= sum(p.seconds for p in g.parts) for g in capped)
-    assert all(g.parts for g in process.groups_of("first", small=True))
-
-
-def test_the_rest_is_all_there_is() -> None:
-    """What may fail and be none of ours comes last."""
-    rest = process.groups_of("rest", small=False)
-    every = [g for call in "ABC" for g in process.groups_of(call, small=False)]
-    assert sorted((g.call, p.name) for g in rest for p in g.parts) == sorted(
-        (g.call, p.name) for g in every for p in g.parts
-    )
-    assert [g.name for g in rest][:3] == ["kernels", "steps", "throughput"]
-    assert [g.name for g in rest][-3:] == ["memory checker", "variants", "others"]
-    assert names(rest[2:3])[-1] == "throughput: rate 1"
-
-
 def test_a_group_leaves_time_to_those_behind_it(options, monkeypatch) -> None:
     given = {}
 
@@ -470,79 +385,6 @@ def test_the_script_says_where_ptxas_is(ptxas: bool, given: str, said: str, tmp_
     assert arguments[-2:] == ["--only", "x"]
 
 
-NOT_OURS = "xla: mosaic_gpu does not serve device cpu"
-
-
-def right_parts() -> dict[str, Part]:
-    return {p.name: p for g in check.groups(small=False) for p in g.parts}
-
-
-@pytest.mark.parametrize(
-    "name", ["right: b=64", "right: int8 int4 b=16 d=128", "attention: 8B 256 × 1024 uniform b=64"]
-)
-def test_nothing_is_right_that_is_not_by_a_kernel_of_ours(name: str, monkeypatch) -> None:
-    """Here XLA is chosen, which is right, and takes its time."""
-    from benchmarks.card.peaks import measure_peaks
-
-    drawn = checks.decode_problem
-    monkeypatch.setattr(checks, "decode_problem", lambda shape, longest: drawn(shape, 40))
-    monkeypatch.setattr(attention, "paged_problem", lambda case: paged_problem(FEW))
-    monkeypatch.setattr(attention, "_turns", lambda case: 2)
-    machine = Machine()
-    machine.kept["peaks"] = measure_peaks(small=True)
-    one = right_parts()[name]
-    compiled = {key: machine.lowered(p)() for key, p in one.programs(machine).items()}
-    found = one.run(machine, compiled)
-    assert found["chosen"].startswith(NOT_OURS)
-    assert all(error <= found["limit"] for error in found.get("errors", {}).values())
-    assert not found["good"]
-
-
-FEW = Case("8B", 4, 2, 40, "uniform", "float32")
-
-
-@pytest.mark.parametrize(
-    ("name", "check_name", "good"),
-    [
-        ("move", "move_check", False),
-        ("append llama-3.1-8b", "append_check", False),
-        ("received d=64", "received_check", False),
-        ("prefill d=64", "prefill_check", True),
-    ],
-)
-def test_what_a_library_does_is_right_for_prompts_alone(
-    name: str, check_name: str, good: bool, monkeypatch
-) -> None:
-    monkeypatch.setattr(checks, check_name, lambda *_: (name, NOT_OURS, {"out": 0.0}, 1.0))
-    one = right_parts()[f"right: {name}"]
-    assert one.run(Machine(), {})["good"] is good
-    assert one.run(Machine(small=True), {})["good"]
-
-
-def test_every_pair_of_codecs_and_the_append_are_checked() -> None:
-    parts = right_parts()
-    pairs = {shape.forms for shape in CODES.values()}
-    assert len(pairs) == 5
-    assert {shape.forms for name, shape in CODES.items() if f"right: {name}" in parts} == pairs
-    assert "ring: append bfloat16 d=128 r=4 b=16 uniform" in parts
-
-
-def test_memory_is_checked_array_by_array(monkeypatch) -> None:
-    """In a region that JAX allocates as a whole nothing would be out of bounds."""
-    given: dict[str, Any] = {}
-
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
-        given.update(options, command=command)
-        return subprocess.CompletedProcess(command, 9, stdout="========= Invalid write\nx\n")
-
-    monkeypatch.setattr(check.shutil, "which", lambda name: sys.executable)
-    monkeypatch.setattr(check.subprocess, "run", run)
-    found = check.memory_check(Machine(), {})
-    assert found == {"good": False, "exit_code": 9, "said": ["========= Invalid write"]}
-    assert given["env"]["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
-    assert check.SMALL_CALL in given["command"]
-
-
 @pytest.mark.slow
 def test_all_three_calls_at_tiny_sizes(tmp_path) -> None:
     """Everything is measured, right, and said of; a second run measures nothing anew."""
@@ -567,129 +409,6 @@ def test_all_three_calls_at_tiny_sizes(tmp_path) -> None:
     text = report.page("rehearsal", *report.read(tmp_path, "rehearsal"))
     assert "## Tokens per second" in text
     assert "Whole decode steps" in text
-
-
-def row(**more: Any) -> dict[str, Any]:
-    return {"source": "now", "date": "2030-01-02", "attempts": 1, **more}
-
-
-def timing(us: float, size: float, share: float, **more: Any) -> dict[str, Any]:
-    return row(us=us, bytes=int(size), share_of_copy=share, share_of_read=share - 0.05, **more)
-
-
-def served(rate: float | None, speed: float, host: float) -> dict[str, Any]:
-    phases = {"prefill": 30.0, "compress": 1.0, "decode": 60.0, "host": host}
-    return row(
-        rate=rate, total_tokens_per_second=speed, output_tokens_per_second=speed / 13,
-        seconds=100.0, seconds_by_phase=phases, max_batch=3, expected_batch=4, preemptions=0,
-        model="llama3.1-8b", num_prompts=64, input_len=6000, output_len=500, pool_tokens=19500,
-    )  # fmt: skip
-
-
-def write_results(folder: Path) -> None:
-    """Made-up files of the three calls."""
-    machine = {"device": "NVIDIA H200", "card": "NVIDIA H200, 1.2, 3", "versions": {"jax": "9.9"}}
-    errors = {"errors": {"out": 1e-3}, "limit": 1e-2, "chosen": "mosaic_gpu"}
-    kernels = {
-        "peaks": row(copy_bytes_per_s=4.3e12, read_bytes_per_s=4.6e12, flop_per_s=7.9e14),
-        "right: llama": row(**errors, good=True),
-        "right: other": row(**errors, good=False),
-        "ring: bfloat16": row(**errors, good=True, wraps=12.0, repeats=20, differing=0),
-        "right: broken": row(error="XlaRuntimeError: a | b"),
-        "memory checker": row(good=True, exit_code=0, said=[], optional=True),
-        "attention: 8B 256 × 1024 uniform b=16": timing(300, 1.07e9, 0.83),
-        "attention: 8B 256 × 1024 uniform b=64": timing(250, 1.07e9, 0.99),
-    }
-    decode = {
-        "peaks": row(error="lost"),
-        "attention: 8B 32 × 8192 uniform b=16": timing(300, 1.07e9, 0.9),
-        "attention: 8B 32 × 8192 uniform b=16 + statistic": timing(360, 1.07e9, 0.75),
-        "attention: 8B 32 × 8192 uniform b=16 prefetched": timing(280, 1.07e9, 0.96),
-        "attention: 8B 32 × 8192 uniform b=16 interleaved": timing(600, 1.07e9, 0.45),
-        "attention: 8B 32 × 8192 zipf b=16": timing(310, 1.07e9, 0.86),
-        "attention: 8B 64 × 1024 uniform b=16": timing(90, 0.27e9, 0.7),
-        "step: llama3.1-8b, 64 × 1024, full": timing(7000, 24e9, 0.82, tokens_per_second=9143),
-        "step: llama3.1-8b, 256 × 1024, full": timing(9000, 50e9, 0.9, tokens_per_second=28444),
-        "step: llama3.1-8b, 256 × 1024, large pool, full": timing(
-            9900, 50e9, 0.8, tokens_per_second=25858, pool_bytes=55 * 10**9
-        ),
-        "step: llama3.1-70b": row(skipped="no room"),
-    }
-    throughput = {
-        "throughput: rate 64": served(64.0, 6000.0, 2.0),
-        "throughput: no compression": served(None, 1000.0, 4.0),
-        "throughput: rate 1": served(1.0, 990.0, 2.0),
-    }
-    for name, parts in zip(report.FILES, (kernels, decode, throughput), strict=True):
-        content = json.dumps({"machine": machine, "parts": parts})
-        (folder / f"h200-{name}.json").write_text(content)
-
-
-def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> None:
-    write_results(tmp_path)
-    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("# On a GPU: H200\n\nNVIDIA H200, 1.2, 3; jax 9.9; 2030-01-02")
-    assert "from benchmarks/results/h200-*.json" in text
-    assert "copies 4.30 TB/s" in text
-    answers = {q.asked: (q.got, q.met) for q in report.questions(report.read(tmp_path, "h200")[1])}
-    assert answers == {
-        "kernels against the reference": ("2 of 4", False),
-        "repeats of 20 runs that differ in a bit": ("0", True),
-        "compute-sanitizer memcheck": ("nothing found", True),
-        "attention, 8B 256 × 1024 uniform b=16: of the copy bandwidth": ("83%", False),
-        "attention, 8B 256 × 1024 uniform b=64: of the copy bandwidth": ("99%", True),
-        "attention, 8B 256 × 1024 uniform b=16: more with the statistic": ("not measured", None),
-        "attention, 8B 256 × 1024 uniform b=64: more with the statistic": ("not measured", None),
-        "attention, 8B 32 × 8192 uniform b=16: of the copy bandwidth": ("90%", True),
-        "attention, 8B 32 × 8192 zipf b=16: of the copy bandwidth": ("86%", True),
-        "attention, 8B 32 × 8192 uniform b=16: more with the statistic": ("20%", False),
-        "attention, 8B 32 × 8192 zipf b=16: more with the statistic": ("not measured", None),
-        "attention, 8B 32 × 8192 zipf b=16: more per byte than uniform": ("3%", True),
-        "attention, 8B 32 × 8192 uniform b=16 prefetched: more time without": ("7%", None),
-        "attention, 8B 32 × 8192 uniform b=16 interleaved: more time without": ("-50%", None),
-        "attention, 8B 256 × 1024 uniform: more time with b = 16 than with 64": ("20%", None),
-        "decode step, llama3.1-8b, 64 × 1024, full: of the copy bandwidth": ("82%", True),
-        "decode step, llama3.1-8b, 256 × 1024, full: of the copy bandwidth": ("90%", None),
-        "decode step, llama3.1-8b, 256 × 1024, large pool, full: of the copy bandwidth": (
-            "80%",
-            None,
-        ),
-        "decode step, llama3.1-8b, 256 × 1024, large pool, full of 55 GB: more than without": (
-            "10%",
-            False,
-        ),
-        "tokens per second at 64× over none": ("6.00×", False),
-        "rate 1 slower than no compression": ("1.0%", True),
-        "host's share, rate 64": ("2.0%", True),
-        "host's share, no compression": ("4.0%", False),
-        "host's share, rate 1": ("2.0%", True),
-    }
-    assert "| tokens per second at 64× over none | ≥ 5.18× | 6.00× | reached |" in text
-    assert "| tokens per second at 64× over none | ≥ 8× | 6.00× | **missed** |" in text
-    assert "| right: broken | XlaRuntimeError: a / b |" in text
-    assert "64 prompts of 6,000 tokens" in text
-
-
-def test_the_page_knows_every_variant_that_is_timed() -> None:
-    assert tuple(f" {name}" for name in attention.VARIANTS) == report.VARIANTS
-
-
-def test_every_card_has_a_page_of_its_own(tmp_path, capsys) -> None:
-    """And none of it figures of another one."""
-    write_results(tmp_path)
-    machine = {"device": "H100", "card": "NVIDIA H100 80GB HBM3", "versions": {"jax": "9.9"}}
-    part = {"attention: slow": timing(777, 2e9, 0.5)}
-    (tmp_path / "h100-decode.json").write_text(json.dumps({"machine": machine, "parts": part}))
-    (tmp_path / "rehearsal-decode.json").write_text(json.dumps({"machine": {}, "parts": part}))
-    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
-    first, second = capsys.readouterr().out.split("# On a GPU: ")[1:]
-    assert first.startswith("H100\n\nNVIDIA H100 80GB HBM3; ")
-    assert "| 777.0" in first
-    assert second.startswith("H200\n\nNVIDIA H200")
-    assert "| 777.0" not in second
-    assert main_of(report.main, ["--results", str(tmp_path), "--prefix", "h100"]) == 0
-    assert capsys.readouterr().out == f"# On a GPU: {first[:-1]}"
 
 
 @pytest.mark.parametrize(
@@ -718,10 +437,3 @@ def test_what_is_not_measured_changes_nothing(tmp_path, monkeypatch) -> None:
         return "".join(call for call in "ABC" if process.source(call) != before[call])
 
     assert [changed_by(x) for x in ("kernels", "serve", "cli/throughput")] == ["ABC", "", "C"]
-
-
-def test_a_page_without_results_says_how_to_get_them(tmp_path, capsys) -> None:
-    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "Nothing was measured on a GPU yet" in text
-    assert "python -m benchmarks.card C" in text
