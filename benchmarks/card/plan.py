@@ -38,8 +38,9 @@ FIRST = (
 )  # fmt: skip
 """Names with a 2 are those of rehearsals."""
 REST = (
-    Chosen("A", "kernels", 70),
-    Chosen("B", "steps", 50),
+    Chosen("A", "kernels", 60),
+    # Compiling it takes most of that.
+    Chosen("B", "steps", 80),
     Chosen("C", "throughput", None, (
         "throughput: rate 64", "throughput: no compression", "throughput: rate 8",
         "throughput: rate 16", "throughput: rate 1",

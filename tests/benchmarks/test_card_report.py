@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.card import attention, report
 from kvjax.cli import main_of
 
@@ -108,6 +110,23 @@ def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> No
     assert "| tokens per second at 64× over none | ≥ 8× | 6.00× | **missed** |" in text
     assert "| right: broken | XlaRuntimeError: a / b |" in text
     assert "64 prompts of 6,000 tokens" in text
+
+
+@pytest.mark.parametrize("kind", ["decode", "throughput"])
+def test_the_page_says_where_the_source_has_changed_meanwhile(kind: str, tmp_path, capsys) -> None:
+    """That of call C is another one than those of A and B, whose is the same."""
+    write_results(tmp_path)
+    file = tmp_path / "h200-throughput.json"
+    file.write_text(file.read_text().replace('"source": "now"', '"source": "with the command"'))
+    said = "Not all of it was measured with the same source"
+    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
+    assert said not in capsys.readouterr().out
+    file = tmp_path / f"h200-{kind}.json"
+    content = json.loads(file.read_text())
+    next(iter(content["parts"].values()))["source"] = "before"
+    file.write_text(json.dumps(content))
+    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_the_page_knows_every_variant_that_is_timed() -> None:
