@@ -223,12 +223,13 @@ def one_child(
     running = running_file(options)
     running.unlink(missing_ok=True)
     process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
-    began = time.monotonic()
+    mark = Mark("", time.monotonic(), COMPILE_LIMIT)
     try:
         while process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
-            mark = read_running(running) or Mark("", began, COMPILE_LIMIT)
+            # Between two parts there is none for a moment.
+            mark = read_running(running) or mark
             if now > deadline + 3 or now - mark.since > mark.limit:
                 break
     finally:

@@ -130,6 +130,17 @@ def test_a_part_that_ends_its_process_is_noted(
     assert not process.running_file(options).exists()
 
 
+def test_a_process_between_two_parts_does_not_hang(options, tmp_path, monkeypatch) -> None:
+    """However long ago it began."""
+    monkeypatch.setattr(process, "COMPILE_LIMIT", 2)
+    mark = f"echo '[\"x\", {time.monotonic()}, 60]' > $OUT/running.json"
+    script = f"{mark}\nsleep 2.5\nrm $OUT/running.json\nsleep 0.7\ntouch $OUT/went_on"
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, script))
+    group = Group("kernels", (part("x"),))
+    process.one_child("A", group, 1, options, time.monotonic() + 600, tmp_path)
+    assert (tmp_path / "went_on").exists()
+
+
 @pytest.mark.parametrize(("given", "said"), [({}, "false 0.92"), (AT_ONCE, "true 0.92")])
 def test_a_group_says_how_its_process_takes_memory(
     given, said: str, options, tmp_path, monkeypatch
