@@ -56,7 +56,8 @@ def attention_part(case: Case, statistic: bool, variant: str | None = None) -> P
         seconds = median_seconds(lambda: compiled["loop"](problem, work)) / turns
         call = (problem.q, problem.k, problem.v, problem.tables[0], problem.lengths)
         chosen = explain(paged_attention, *call, implementation=implementation)
-        return shares(machine, seconds, case.kv_bytes, chosen=chosen)
+        good = machine.ours(chosen)
+        return shares(machine, seconds, case.kv_bytes, chosen=chosen, good=good)
 
     return Part(name, run, programs, seconds=8)
 

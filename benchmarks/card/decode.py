@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.card.attention import EXPECTED, VARIANTS, attention_part, shares
-from benchmarks.card.parts import NO_TUNING, Group, Machine, Part, Program
+from benchmarks.card.parts import AT_ONCE, NO_TUNING, Group, Machine, Part, Program
 from benchmarks.card.peaks import hashed
 from benchmarks.kernels.cases import Case, decode_cases, dense_cache
 from kvjax.cache import allocate, as_codec, get_method, init_cache
@@ -26,6 +26,10 @@ STEPS = 8
 LOOPS = 5
 HELD = 1024
 """KVs of each head before the first step."""
+LARGE_POOL, ASKING_POOL = 70 * 10**9, 45 * 10**9
+"""Bytes of a pool that all the memory is given to, and from which on XLA may misjudge it."""
+BESIDE_POOL = 6 * 10**9
+"""Bytes for what steps need beside weights and pool."""
 
 
 def groups(small: bool) -> tuple[Group, ...]:
@@ -37,26 +41,31 @@ def groups(small: bool) -> tuple[Group, ...]:
     attention = [attention_part(case, statistic) for case in cases for statistic in (False, True)]
     # Variants of Hopper's kernel alone.
     variants = [(case, name) for case in cases[:4] for name in VARIANTS]
-    attention += [] if small else [attention_part(case, False, name) for case, name in variants]
+    beside = [] if small else [attention_part(case, False, name) for case, name in variants]
     sizes = (2,) if small else (64, 256, 32, 128)
     methods = ("full", "kv-compress-continual")
-    steps = [step_part(size, method) for size in sizes for method in methods]
-    steps.append(step_part(sizes[0], methods[0], stored="int4w16"))
+    steps = [(size, method) for size in sizes for method in methods]
+    first = [(sizes[0], methods[0]), (sizes[-1 if small else 1], methods[1])]
+    more = [step_part(*step) for step in steps if step not in first]
+    more.append(step_part(sizes[0], methods[0], stored="int4w16"))
     large = (
-        step_part(256, methods[1], pool_bytes=70 * 10**9),
+        step_part(256, methods[1], large=True),
         step_part(64, methods[1], model="llama3.1-70b", layers=16),
     )
     rivals = (
         [] if small else [part for case in decode_cases(False)[2:8:2] for part in rival_parts(case)]
     )
-    peaks = Part("peaks", lambda machine, _: machine.peaks(), seconds=15)
+    peaks = Part("peaks", lambda machine, _: machine.peaks(), seconds=15, limit=60)
     return (
         Group("attention", (peaks, *attention), {"XLA_FLAGS": NO_TUNING}),
-        # XLA times candidates for the products on the device: nothing else may run then.
-        Group("steps", tuple(steps), overlap=False),
+        # XLA times candidates for the products on the device: nothing else may run then. So nothing
+        # is measured before all of a group is compiled.
+        Group("steps", tuple(step_part(*step) for step in first), AT_ONCE, overlap=False),
+        Group("more steps", tuple(more), AT_ONCE, overlap=False),
         # What the allocator keeps of smaller pools would leave no room.
-        *(Group(part.name, (part,), overlap=False) for part in large if not small),
+        *(Group(part.name, (part,), AT_ONCE, overlap=False) for part in large if not small),
         Group("beside", (section_part("window"), section_part("move"))),
+        Group("variants", tuple(beside), {"XLA_FLAGS": NO_TUNING}),
         Group("others", tuple(rivals)),
     )
 
@@ -152,13 +161,13 @@ def step_part(
     seqs: int,
     method: str,
     *,
-    pool_bytes: int | None = None,
+    large: bool = False,
     model: str = "llama3.1-8b",
     layers: int | None = None,
     stored: str | None = None,
 ) -> Part:
-    """The engine's decode loop for so many sequences."""
-    pool = f", pool of {pool_bytes // 10**9} GB" if pool_bytes else ""
+    """The engine's decode loop for so many sequences, if so over a pool that takes all memory."""
+    pool = ", large pool" if large else ""
     some = f", {layers} layers" if layers else ""
     name = f"step: {model}{some}, {seqs} × {HELD}{pool}, {method}{f', {stored}' if stored else ''}"
 
@@ -166,10 +175,18 @@ def step_part(
         entry = get_model_entry("smollm2-135m" if machine.small else model).config
         few = 2 if machine.small else layers
         config = entry if few is None else dataclasses.replace(entry, num_layers=few)
-        return Step(config, seqs, 64 if machine.small else HELD, method, pool_bytes, stored)
+        step = Step(config, seqs, 64 if machine.small else HELD, method, None, stored)
+        if large:
+            params = jax.tree.leaves(abstract_params(step.model, step.dtype, stacked=False))
+            weights = sum(x.size * x.dtype.itemsize for x in params)
+            left = (machine.memory or 0) - weights - BESIDE_POOL
+            step = dataclasses.replace(step, pool_bytes=min(LARGE_POOL, left))
+        return step
 
     def programs(machine: Machine) -> dict[str, Program]:
         step = sized(machine)
+        if step.pool_bytes is not None and step.pool_bytes < ASKING_POOL:
+            return {}
         platform = "gpu" if machine.target is not None else jax.default_backend()
         params = abstract_params(step.model, step.dtype, stacks_layers(platform))
         with machine.device_of_calls():
@@ -184,6 +201,8 @@ def step_part(
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
         step = sized(machine)
+        if step.pool_bytes is not None and step.pool_bytes < ASKING_POOL:
+            return {"skipped": f"there is room for a pool of {step.pool_bytes / 1e9:.0f} GB only"}
         params = machine.kept.get(step.model)
         if params is None:
             stacked = stacks_layers(jax.default_backend())
@@ -207,9 +226,11 @@ def step_part(
         seconds = median_seconds(loop) / STEPS
         moved = step.moved(params, kv_bytes)
         found = shares(machine, seconds, moved, tokens_per_second=round(seqs / seconds))
+        if step.pool_bytes is not None:
+            found["pool_bytes"] = step.pool_bytes
         return found | {"good": bool(jnp.all(carry[0].seq_len == step.held + step.steps))}
 
-    return Part(name, run, programs, seconds=12, limit=240)
+    return Part(name, run, programs, seconds=12, limit=60)
 
 
 def section_part(section: str) -> Part:
@@ -222,7 +243,7 @@ def section_part(section: str) -> Part:
         getattr(kernels, section)(bench)
         return {"rows": bench.results}
 
-    return Part(f"beside: {section}", run, seconds=40)
+    return Part(f"beside: {section}", run, seconds=40, limit=150)
 
 
 def rival_parts(case: Case) -> list[Part]:

@@ -2,14 +2,18 @@
 
 import argparse
 import concurrent.futures
+import contextlib
+import dataclasses
 import datetime
 import hashlib
 import importlib
 import importlib.metadata
 import io
+import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -18,30 +22,63 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.card.parts import Group, Machine, Part
+from benchmarks.card import plan
+from benchmarks.card.parts import MEMORY_FRACTION, Group, Machine, Part
+from kvjax.errors import UserError
 
 CALLS = {"A": ("check", "kernels"), "B": ("decode", "decode"), "C": ("serve", "throughput")}
 """Module of each call, and the end of its file's name."""
+PLANS = {"first": plan.first, "rest": plan.rest}
+SECONDS = {"first": 560, "rest": 200}
+"""What a command takes if nobody says: a machine that lends ten minutes has to start, too."""
+USUAL_SECONDS = 540
+IMPORTED = ("kvjax.engine", "kvjax.cli.throughput.measure")
+NO_DEVICE = 4
+"""Exit code of a process that found no card: where the first one does not, no other one would."""
 ATTEMPTS = 3
-"""Times that a part is tried in all."""
+"""Times that a part is tried in all, each time after all others."""
+COMPILE_LIMIT = 240
+"""Seconds after which a process hangs that has not compiled its next part."""
+FINAL = "RESOURCE_EXHAUSTED"
+"""In an error that the next attempt would have, too."""
 ARCHIVE_BYTES = 15 << 20
 """Most of an archive of compiled programs."""
 ARCHIVES = 3
+KILL_SECONDS = 20
+"""What a killed process has to go."""
+MEASURED = ("kernels", "cache", "models", "engine")
+"""What of the package runs in every call."""
+SERVED = ("cli/throughput",)
+"""What of it runs in C, too."""
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy")
 
 
 def groups_of(call: str, small: bool) -> tuple[Group, ...]:
-    """The parts of a call."""
-    return importlib.import_module(f"benchmarks.card.{CALLS[call][0]}").groups(small)
+    """The parts of a call, or of a plan over several."""
+    if call in PLANS:
+        return PLANS[call](lambda call: groups_of(call, small))
+    groups = importlib.import_module(f"benchmarks.card.{CALLS[call][0]}").groups(small)
+    return tuple(dataclasses.replace(group, call=call) for group in groups)
 
 
-def source() -> str:
-    """What stands for the package's source: what was measured with another one is out of date."""
+def check_imports() -> None:
+    """Refuse to begin where a package is missing: each part would find out by itself."""
+    for name in IMPORTED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(f"{name} cannot be imported: {error}") from error
+
+
+def source(call: str) -> str:
+    """What stands for the source that a call measures: what was measured with another one is out of
+    date."""
     digest = hashlib.sha256()
-    for file in sorted((Path(__file__).parents[2] / "kvjax").rglob("*.py")):
-        digest.update(file.read_bytes())
+    for name in MEASURED + (SERVED if call == "C" else ()):
+        for file in sorted((Path(__file__).parents[2] / "kvjax" / name).rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -59,22 +96,19 @@ class Results:
     def parts(self) -> dict[str, dict[str, Any]]:
         return self.content["parts"]
 
-    def pending(self, parts: tuple[Part, ...], now: str) -> list[Part]:
-        """Those to measure: never tried ones first, then those that failed."""
+    def pending(self, parts: tuple[Part, ...], now: str, attempts: int = ATTEMPTS) -> list[Part]:
+        """Those to measure that were tried less often: never tried ones first, then those that
+        failed."""
 
         def tried(part: Part) -> int:
             row = self.parts.get(part.name, {})
             return row.get("attempts", 1) if row.get("source") == now else 0
 
-        open_ = [
-            part
-            for part in parts
-            if tried(part) == 0
-            or (
-                "error" in self.parts[part.name]
-                and tried(part) < (1 if part.optional else ATTEMPTS)
-            )
-        ]
+        def fails(part: Part) -> bool:
+            error = self.parts[part.name].get("error")
+            return error is not None and FINAL not in error and not part.optional
+
+        open_ = [p for p in parts if tried(p) == 0 or (tried(p) < attempts and fails(p))]
         return sorted(open_, key=tried)
 
     def note(self, part: Part, now: str, found: dict[str, Any]) -> None:
@@ -99,7 +133,7 @@ class Results:
 
 def file_of(call: str, options: argparse.Namespace, folder: Path) -> Path:
     """Where a call's results lie."""
-    return folder / f"{'rehearsal' if options.rehearse else 'h200'}-{CALLS[call][1]}.json"
+    return folder / f"{options.card}-{CALLS[call][1]}.json"
 
 
 def results_of(call: str, options: argparse.Namespace) -> Results:
@@ -107,9 +141,23 @@ def results_of(call: str, options: argparse.Namespace) -> Results:
     return Results(file_of(call, options, options.out), earlier)
 
 
+class Mark(NamedTuple):
+    """What a process is at."""
+
+    part: str
+    since: float
+    limit: float
+    """Seconds after which it hangs."""
+
+
 def running_file(options: argparse.Namespace) -> Path:
-    """Says which part is being measured, and when it began."""
+    """Holds the mark of the part that is being compiled or measured."""
     return options.out / "running.json"
+
+
+def peaks_file(options: argparse.Namespace) -> Path:
+    """What the processes of one command know of the card."""
+    return options.out / "peaks.json"
 
 
 # The parent.
@@ -117,30 +165,37 @@ def running_file(options: argparse.Namespace) -> Path:
 
 def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
     """Measure what is left of a call; 1 if anything failed, is wrong or is still left."""
-    now = source()
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", "/tmp/kvjax-card-programs"))
     if not options.rehearse:
         unpack_programs(cache, options)
-    for group in groups_of(call, options.rehearse):
-        parts = tuple(part for part in group.parts if options.only in part.name)
-        while pending := results_of(call, options).pending(parts, now):
-            left = deadline - time.monotonic()
+    groups, met = groups_of(call, options.rehearse), False
+    # What failed may hang: it is tried again when all else was.
+    for attempts, group in itertools.product(range(1, ATTEMPTS + 1), groups):
+        parts, ran = tuple(part for part in group.parts if options.only in part.name), False
+        now, until = source(group.call), deadline
+        if group.seconds is not None:
+            until = min(deadline, time.monotonic() + group.seconds)
+        while pending := results_of(group.call, options).pending(parts, now, attempts):
+            left = until - time.monotonic()
             if left < min(part.seconds for part in pending) + 5:
                 break
-            before = json.dumps(results_of(call, options).parts)
-            one_child(call, group, pending, options, deadline, cache)
-            note_failure(call, pending, options, now, deadline)
-            if json.dumps(results_of(call, options).parts) == before:
+            before, ran = json.dumps(results_of(group.call, options).parts), True
+            code = one_child(call, group, attempts, options, until, cache)
+            if code == NO_DEVICE and not met:
+                return report_of(call, options)
+            met = True
+            note_failure(group.call, pending, options, now, until)
+            if json.dumps(results_of(group.call, options).parts) == before:
                 break  # nothing fits into what is left
-        if not options.rehearse:
+        if ran and not options.rehearse:
             pack_programs(cache, options.out)
-    return report_of(call, options, now)
+    return report_of(call, options)
 
 
 def one_child(
-    call, group: Group, pending: list[Part], options, deadline: float, cache: Path
-) -> None:
-    """Run a process over a group, as long as its parts and the call have time."""
+    call, group: Group, attempts: int, options, deadline: float, cache: Path
+) -> int | None:
+    """Run a process over a group, as long as its parts and the group have time; its exit code."""
     environment = dict(os.environ)
     environment |= {
         "PYTHONUNBUFFERED": "1",
@@ -149,41 +204,58 @@ def one_child(
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+    environment |= group.environment
     flags = group.environment.get("XLA_FLAGS", "")
     if options.rehearse:
         environment["JAX_PLATFORMS"], flags = "cpu", ""
         environment.pop("JAX_COMPILATION_CACHE_DIR")
+    else:
+        # Without a card JAX would take the processor, for hours.
+        environment.setdefault("JAX_PLATFORMS", "cuda,cpu")
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     command = [sys.executable, "-m", "benchmarks.card", call, "--child", group.name]
-    command += ["--out", str(options.out), "--only", options.only]
+    command += ["--out", str(options.out), "--only", options.only, "--attempts", str(attempts)]
+    command += ["--card", options.card]
     command += ["--seconds", str(max(1.0, deadline - time.monotonic()))]
     command += ["--rehearse"] if options.rehearse else []
     command += ["--resume", str(options.resume)] if options.resume else []
-    limits = {part.name: part.limit for part in pending}
     running = running_file(options)
     running.unlink(missing_ok=True)
     process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
-    began = time.monotonic()
+    mark = Mark("", time.monotonic(), COMPILE_LIMIT)
     try:
         while process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
-            name, since = read_running(running) or ("", began)
-            if now > deadline + 3 or now - since > limits.get(name, max(limits.values())):
-                process.kill()
-                process.wait(20)
+            # Between two parts there is none for a moment.
+            mark = read_running(running) or mark
+            if now > deadline + 3 or now - mark.since > mark.limit:
+                break
     finally:
-        if process.poll() is None:
-            process.kill()
+        end(process)
+    return process.poll()
 
 
-def read_running(file: Path) -> tuple[str, float] | None:
+def end(process: subprocess.Popen) -> None:
+    """Kill a process; one that the device holds may take longer to go than anybody waits."""
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_SECONDS)
+
+
+def read_running(file: Path) -> Mark | None:
     try:
-        name, since = json.loads(file.read_text(encoding="utf-8"))
-        return name, since
-    except (OSError, ValueError):
+        return Mark(*json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
+
+
+def write_running(file: Path, part: str, limit: float) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(Mark(part, time.monotonic(), limit)), encoding="utf-8")
+    draft.replace(file)
 
 
 def note_failure(call: str, pending: list[Part], options, now: str, deadline: float) -> None:
@@ -192,17 +264,17 @@ def note_failure(call: str, pending: list[Part], options, now: str, deadline: fl
     running_file(options).unlink(missing_ok=True)
     if found is None or time.monotonic() > deadline:
         return
-    part = next(part for part in pending if part.name == found[0])
-    seconds = time.monotonic() - found[1]
-    error = f"the process ended after {seconds:.0f} s, of at most {part.limit:.0f}"
+    part = next(part for part in pending if part.name == found.part)
+    seconds = time.monotonic() - found.since
+    error = f"the process ended after {seconds:.0f} s, of at most {found.limit:.0f}"
     results_of(call, options).note(part, now, {"error": error})
 
 
-def report_of(call: str, options: argparse.Namespace, now: str) -> int:
+def report_of(call: str, options: argparse.Namespace) -> int:
     """Print what became of every part."""
-    results = results_of(call, options)
     bad = 0
     for group in groups_of(call, options.rehearse):
+        results, now = results_of(group.call, options), source(group.call)
         for part in group.parts:
             if options.only not in part.name:
                 continue
@@ -211,7 +283,9 @@ def report_of(call: str, options: argparse.Namespace, now: str) -> int:
                 row = {"error": "not measured: no time was left"}
             failed = not part.optional and ("error" in row or not row.get("good", True))
             bad += failed
-            print(f"{call} {'FAILED ' if failed else ''}{part.name}: {said_of(row)}", flush=True)
+            print(
+                f"{group.call} {'FAILED ' if failed else ''}{part.name}: {said_of(row)}", flush=True
+            )
     return 1 if bad else 0
 
 
@@ -227,8 +301,11 @@ def unpack_programs(cache: Path, options: argparse.Namespace) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     for folder in {options.out, options.resume or options.out}:
         for archive in sorted(folder.glob("programs-*.tar")):
-            with tarfile.open(archive) as tar:
-                tar.extractall(cache, filter="data")
+            try:
+                with tarfile.open(archive) as tar:
+                    tar.extractall(cache, filter="data")
+            except (tarfile.TarError, EOFError, OSError) as error:
+                print(f"{archive}: {error}; what it held is compiled anew", flush=True)
 
 
 def pack_programs(cache: Path, out: Path) -> None:
@@ -243,7 +320,9 @@ def pack_programs(cache: Path, out: Path) -> None:
                 tar.add(files[-1], files[-1].relative_to(cache))
                 files.pop()
         if size:
-            (out / f"programs-{number}.tar").write_bytes(content.getvalue())
+            draft = out / "programs.draft"
+            draft.write_bytes(content.getvalue())
+            draft.replace(out / f"programs-{number}.tar")
 
 
 # The child.
@@ -255,11 +334,16 @@ def child(options: argparse.Namespace) -> int:
     (call,) = options.calls
     (group,) = (g for g in groups_of(call, options.rehearse) if g.name == options.child)
     parts = tuple(part for part in group.parts if options.only in part.name)
-    now, machine = source(), Machine(small=options.rehearse)
-    results = results_of(call, options)
-    pending = results.pending(parts, now)
+    now = source(group.call)
+    machine = Machine(small=options.rehearse, peaks_file=peaks_file(options))
+    results = results_of(group.call, options)
+    pending = results.pending(parts, now, options.attempts)
     if group.on_device:
-        results.content["machine"] = machine_here()
+        try:
+            results.content["machine"] = machine_here()
+        except RuntimeError as error:
+            print(f"no card: {error}", flush=True)
+            return NO_DEVICE
     running = running_file(options)
     for part, compiled in compiled_parts(machine, group, pending, running, deadline):
         left = deadline - time.monotonic()
@@ -267,6 +351,9 @@ def child(options: argparse.Namespace) -> int:
             running.unlink(missing_ok=True)
             print(f"{part.name}: {left:.0f} s are not enough", flush=True)
             continue
+        # Interpreters take longer than kernels.
+        limit = part.limit + (COMPILE_LIMIT if options.rehearse else 0)
+        write_running(running, part.name, limit)
         start = time.monotonic()
         try:
             found: dict[str, Any] = part.run(machine, compiled())
@@ -299,27 +386,44 @@ def compiled_parts(
 ) -> Iterator[tuple[Part, Any]]:
     """Each part when its programs are compiled, with a function that gives them.
 
-    Threads compile ahead: XLA uses one core for most of it.
+    Threads compile ahead: XLA uses one core for most of it. What traces for them is the thread that
+    measures, while it waits: Python runs one thread at a time, and a time taken beside another one
+    that traces is several times too long.
     """
-    workers = max(2, (os.cpu_count() or 2) - 1)
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    pool = concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1))
+    futures: dict[str, concurrent.futures.Future] = {}
+    ahead = list(pending)
 
-    def compile_all(part: Part) -> dict[str, Any]:
-        return {name: machine.compiled(p) for name, p in part.programs(machine).items()}
+    def begin(part: Part) -> None:
+        futures[part.name] = future = concurrent.futures.Future()
+        try:
+            programs = part.programs(machine).items()
+            lowered = {name: machine.lowered(program) for name, program in programs}
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            if lowered:
+                futures[part.name] = pool.submit(lambda: {n: c() for n, c in lowered.items()})
+            else:
+                future.set_result({})
 
     try:
-        futures = {part.name: pool.submit(compile_all, part) for part in pending}
-        if not group.overlap:
-            running.write_text(json.dumps([pending[0].name, time.monotonic()]) if pending else "")
-            concurrent.futures.wait(futures.values(), max(0.0, deadline - time.monotonic()))
         for part in pending:
-            running.write_text(json.dumps([part.name, time.monotonic()]), encoding="utf-8")
+            write_running(running, part.name, COMPILE_LIMIT)
+            while ahead and time.monotonic() < deadline:
+                mine = futures.get(part.name)
+                if group.overlap and mine is not None and mine.done():
+                    break
+                begin(ahead.pop(0))
             # Each program is let go with its part.
-            future = futures.pop(part.name)
-            concurrent.futures.wait([future], max(0.0, deadline - time.monotonic()))
-            if not future.done():
+            mine = futures.pop(part.name, None)
+            if mine is None:
                 break
-            yield part, future.result
+            wanted = [mine, *(() if group.overlap else futures.values())]
+            concurrent.futures.wait(wanted, max(0.0, deadline - time.monotonic()))
+            if not mine.done():
+                break
+            yield part, mine.result
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -335,14 +439,24 @@ def machine_here() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found = {"device": device.device_kind, "card": card_here(), "versions": versions}
+    return found | {"bytes": (device.memory_stats() or {}).get("bytes_limit")}
+
+
+def card_here() -> str | None:
+    """Name, driver and memory of the card, as its driver says."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-        card = done.stdout.strip().splitlines()[:1]
-    except OSError:
-        card = []
-    found = {"device": device.device_kind, "card": card[0] if card else None, "versions": versions}
-    return found | {"bytes": (device.memory_stats() or {}).get("bytes_limit")}
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(done.stdout.strip().splitlines()), None)
+
+
+def prefix_of(card: str | None) -> str:
+    """How the files of a card begin: what was measured on two is not to be mixed."""
+    found = re.search(r"\b[A-Z]{1,2}\d{1,3}\b", card or "")
+    return found[0].lower() if found else "gpu"
 
 
 # Without the card.
@@ -361,7 +475,7 @@ def compile_only(options: argparse.Namespace) -> int:
         for name, program in programs.items():
             start = time.monotonic()
             try:
-                said = memory_of(machine.compiled(program).memory_analysis())
+                said = memory_of(machine.lowered(program)().memory_analysis())
             except Exception as error:
                 failed += 1
                 said = f"FAILED: {type(error).__name__}: {error}".splitlines()[0][:300]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.card.report > docs/gpu.md
 
-Reads benchmarks/results/h200-*.json, or the files of `--results FOLDER`. A question that nothing
-was measured for is left open in the table.
+Reads benchmarks/results/h200-*.json and those of other cards, or the files of `--results FOLDER`: a
+page for each card. A question that nothing was measured for is left open in the table.
 """
 
 from kvjax.startup import guard
@@ -23,6 +23,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("kernels", "decode", "throughput")
 VARIANTS = (" prefetched", " interleaved")
 """How names of parts end that `benchmarks.card.attention` times for a variant of a kernel."""
+LARGE_POOL = ", large pool"
+"""In the name of a step over a pool that takes all of the memory."""
 LARGE = 10**9
 """Bytes of keys and values from which on attention must reach the bandwidth."""
 PAPER, GOAL = 5.18, 8.0
@@ -31,6 +33,8 @@ UNMEASURED = """# On a GPU
 
 Nothing was measured on a GPU yet. On a machine with a Hopper GPU:
 
+    python -m benchmarks.card first --out benchmarks/results # what tells most, in ten minutes
+    python -m benchmarks.card rest --out benchmarks/results  # all else, as far as time allows
     python -m benchmarks.card A --out benchmarks/results     # are the kernels right
     python -m benchmarks.card B --out benchmarks/results     # attention, decode steps
     python -m benchmarks.card C --out benchmarks/results     # tokens per second
@@ -51,7 +55,13 @@ class Question(NamedTuple):
     """None where nothing was wanted, or nothing was measured."""
 
 
-def read(folder: Path, prefix: str = "h200") -> tuple[dict[str, Any], Parts]:
+def cards(folder: Path) -> list[str]:
+    """How the files of each card begin."""
+    found = {f.stem.rpartition("-")[0] for name in FILES for f in folder.glob(f"*-{name}.json")}
+    return sorted(found - {"rehearsal"})
+
+
+def read(folder: Path, prefix: str) -> tuple[dict[str, Any], Parts]:
     """The machine and all parts of the calls' files that are there."""
     machine: dict[str, Any] = {}
     parts: Parts = {}
@@ -70,7 +80,7 @@ def of(parts: Parts, kind: str) -> Parts:
     return {
         name.removeprefix(f"{kind}: "): row
         for name, row in parts.items()
-        if name.startswith(f"{kind}: ") and "error" not in row
+        if name.startswith(f"{kind}: ") and not {"error", "skipped"} & row.keys()
     }
 
 
@@ -164,10 +174,11 @@ def _steps(rows: Parts) -> Iterator[Question]:
         what = f"decode step, {name}: of the copy bandwidth"
         yield asked(what, "≥ 80 %" if met else "", row["share_of_copy"], met)
     for name, row in rows.items():
-        plain = rows.get(re.sub(r", pool of \d+ GB", "", name))
-        if ", pool of" in name and plain is not None:
+        plain = rows.get(name.replace(LARGE_POOL, ""))
+        if LARGE_POOL in name and plain is not None:
             more = row["us"] / plain["us"] - 1
-            yield asked(f"decode step, {name}: more than without", "≤ 2 %", more, at_most(0.02))
+            what = f"decode step, {name} of {row['pool_bytes'] / 1e9:.0f} GB: more than without"
+            yield asked(what, "≤ 2 %", more, at_most(0.02))
 
 
 def _throughput(rows: Parts) -> Iterator[Question]:
@@ -205,16 +216,14 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def page(machine: dict[str, Any], parts: Parts) -> str:
-    """The page, in Markdown."""
-    if not parts:
-        return UNMEASURED
+def page(prefix: str, machine: dict[str, Any], parts: Parts) -> str:
+    """A card's page, in Markdown."""
     dates = sorted({row["date"] for row in parts.values()})
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     card = machine["card"] or machine["device"]
-    made = "Made by `python -m benchmarks.card.report` from benchmarks/results/h200-*.json."
-    said = ["# On a GPU", f"{card}; {versions}; {when}. {made}"]
+    made = f"Made by `python -m benchmarks.card.report` from benchmarks/results/{prefix}-*.json."
+    said = [f"# On a GPU: {prefix.upper()}", f"{card}; {versions}; {when}. {made}"]
     peaks = next((row for name, row in parts.items() if name.endswith(" peaks")), None)
     if peaks and "error" not in peaks:
         said.append(
@@ -223,7 +232,9 @@ def page(machine: dict[str, Any], parts: Parts) -> str:
             f"reads alone {peaks['read_bytes_per_s'] / 1e12:.2f} TB/s, "
             f"bfloat16 products {peaks['flop_per_s'] / 1e12:.0f} TFLOP/s."
         )
-    if len({row["source"] for row in parts.values()}) > 1:
+    sources = {(name.startswith("throughput"), row["source"]) for name, row in parts.items()}
+    # Tokens per second depend on more of it.
+    if len(sources) > len({served for served, _ in sources}):
         said.append("Not all of it was measured with the same source of the package.")
     verdicts = {True: "reached", False: "**missed**", None: ""}
     rows = [(q.asked, q.wanted, q.got, verdicts[q.met]) for q in questions(parts)]
@@ -298,11 +309,14 @@ def _throughput_row(row: Row) -> tuple[str, ...]:
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m benchmarks.card.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder (%(default)s)")
-    parser.add_argument("--prefix", default="h200", help="of the files' names (%(default)s)")
+    parser.add_argument("--prefix", help="of the files' names, for those of one card alone")
     options = parser.parse_args(arguments)
     if not options.results.is_dir():
         raise UserError(f"--results {options.results}: there is no such folder")
-    print(page(*read(options.results, options.prefix)), end="")
+    prefixes = cards(options.results) if options.prefix is None else [options.prefix]
+    read_ = {prefix: read(options.results, prefix) for prefix in prefixes}
+    pages = [page(prefix, *found) for prefix, found in read_.items() if found[1]]
+    print("\n".join(pages) or UNMEASURED, end="")
     return 0
 
 

@@ -78,10 +78,14 @@ def decode_problem(shape: spec.Shape, longest: int) -> tuple[tuple, jax.Array, j
     return call, metric, jnp.arange(len(lengths)) % 2 == 0
 
 
-def exact_problem(longest: int) -> tuple[tuple, tuple, Array, Array, ExactKVs]:
+INT4 = cases.CODES["int4 int4 b=16 d=128"]
+
+
+def coded_problem(
+    longest: int, shape: spec.Shape = INT4
+) -> tuple[tuple, tuple, Array, Array, ExactKVs]:
     """`decode_problem` with a pool of codes, the newest KVs of each head exact beside it: the call,
     the same with the rows that these codes stand for in float32, and the rest of it."""
-    shape = cases.CODES["int4 int4 b=16 d=128"]
     (q, *pools, table, lengths), metric, observed = decode_problem(shape, longest)
     coded, decoded = [], []
     for form, pool in zip(shape.forms, pools, strict=True):
@@ -166,7 +170,7 @@ def decode_check(family: str, shape: spec.Shape, longest: int) -> Check:
 
 def exact_check(longest: int) -> Check:
     """The kernel that is chosen here for codes with exact KVs beside them."""
-    call, rows, metric, observed, exact = exact_problem(longest)
+    call, rows, metric, observed, exact = coded_problem(longest)
     got = jax.jit(functools.partial(beside_exact, public))(call, metric, observed, exact)
     errors = errors_of(got, exactly(rows, metric, observed, exact))
     chosen = explain(paged_attention, *call, exact=exact)
@@ -214,14 +218,19 @@ def move_check(width: int) -> Check:
     return "move", explain(move_kvs, *call), errors, 0.0
 
 
-def append_check(family: str, longest: int) -> Check:
-    """The newest KV of every head, which its page does not hold yet: pages must be exact."""
-    (q, k, v, table, lengths), metric, _ = decode_problem(spec.FAMILIES[family], longest)
+def without_newest(k: Array, v: Array, table: Array, lengths: Array) -> tuple[list, list]:
+    """The newest key and value of every head, and the pools without them."""
     last = jnp.maximum(lengths - 1, 0)
     page = jnp.take_along_axis(table, (last // k.shape[1])[..., None], axis=-1)[..., 0]
     at = jnp.where(lengths > 0, page, k.shape[0]), last % k.shape[1]
     rows = [pool.at[at].get(mode="fill", fill_value=0) for pool in (k, v)]
-    without = [pool.at[at].set(jnp.nan, mode="drop") for pool in (k, v)]
+    return rows, [pool.at[at].set(jnp.nan, mode="drop") for pool in (k, v)]
+
+
+def append_check(family: str, longest: int) -> Check:
+    """The newest KV of every head, which its page does not hold yet: pages must be exact."""
+    (q, k, v, table, lengths), metric, _ = decode_problem(spec.FAMILIES[family], longest)
+    rows, without = without_newest(k, v, table, lengths)
     call = jax.jit(functools.partial(append_and_attend, return_metric=True))
     pools, (out, added) = call(q, *rows, *without, table, lengths, metric=metric)
     exact = exactly((q, k, v, table, lengths), metric, lengths[:, 0] >= 0)

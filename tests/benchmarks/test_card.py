@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.card import __main__ as card
-from benchmarks.card import attention, process, report
-from benchmarks.card.parts import Group, Machine, Part
+from benchmarks.card import peaks, process, report
+from benchmarks.card.parts import AT_ONCE, Group, Machine, Part
 from kvjax.cli import main_of
 from tests.conftest import REPOSITORY
 
@@ -24,7 +25,10 @@ def part(name: str, **more: Any) -> Part:
 
 @pytest.fixture
 def options(tmp_path) -> argparse.Namespace:
-    return argparse.Namespace(rehearse=True, out=tmp_path, resume=None, only="", seconds=60)
+    return argparse.Namespace(
+        rehearse=True, out=tmp_path, resume=None, only="", seconds=60, attempts=process.ATTEMPTS,
+        card="rehearsal",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -61,9 +65,12 @@ def test_a_call_goes_on_where_it_was(tmp_path) -> None:
         assert "failed" in left()
         process.Results(file).note(parts[1], "now", {"error": "no"})
     assert left() == ["old", "new"]
+    # What another attempt would say, too.
+    process.Results(file).note(parts[3], "now", {"error": "XlaRuntimeError: RESOURCE_EXHAUSTED: 9"})
+    assert left() == ["old"]
     # Elsewhere, with the files of before.
     earlier = process.Results(tmp_path / "y.json", file)
-    assert [p.name for p in earlier.pending(parts, "now")] == ["old", "new"]
+    assert [p.name for p in earlier.pending(parts, "now")] == ["old"]
     assert file.exists()
     assert not (tmp_path / "y.json").exists()
 
@@ -72,6 +79,23 @@ def test_what_is_not_ours_is_tried_once(tmp_path) -> None:
     rival, results = part("rival", optional=True), process.Results(tmp_path / "x.json")
     results.note(rival, "now", {"error": "not installed"})
     assert results.pending((rival,), "now") == []
+
+
+def test_what_failed_is_tried_again_after_all_else(options, monkeypatch) -> None:
+    groups = (Group("a", (part("x"), part("y")), call="A"), Group("b", (part("z"),), call="A"))
+    tried = []
+
+    def one_child(call, group, attempts, options, deadline, cache) -> None:
+        results = process.results_of(call, options)
+        one = results.pending(group.parts, process.source(call), attempts)[0]
+        tried.append(one.name)
+        found = {} if one.name == "y" or tried.count(one.name) > 1 else {"error": "no"}
+        results.note(one, process.source(call), found)
+
+    monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
+    monkeypatch.setattr(process, "one_child", one_child)
+    assert process.run_call("A", options, time.monotonic() + 600) == 0
+    assert tried == ["x", "y", "z", "x", "z"]
 
 
 def stand_in(folder: Path, script: str) -> str:
@@ -94,22 +118,64 @@ def test_a_part_that_ends_its_process_is_noted(
     script: str, said: str, options, tmp_path, monkeypatch
 ) -> None:
     since = time.monotonic() - 5
-    marked = f"echo '[\"bad\", {since}]' > $OUT/running.json\n{script}"
-    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, marked))
     limit = 4 if "sleep" in script else 30
-    group = Group("kernels", (part("bad", limit=limit),))
+    marked = f"echo '[\"bad\", {since}, {limit}]' > $OUT/running.json\n{script}"
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, marked))
+    group = Group("kernels", (part("bad"),))
     pending, deadline = list(group.parts), time.monotonic() + 600
-    process.one_child("A", group, pending, options, deadline, tmp_path)
+    process.one_child("A", group, 1, options, deadline, tmp_path)
     process.note_failure("A", pending, options, "now", deadline)
     results = process.results_of("A", options)
     assert results.parts["bad"]["error"] == said
     assert not process.running_file(options).exists()
 
 
+def test_a_process_between_two_parts_does_not_hang(options, tmp_path, monkeypatch) -> None:
+    """However long ago it began."""
+    monkeypatch.setattr(process, "COMPILE_LIMIT", 2)
+    mark = f"echo '[\"x\", {time.monotonic()}, 60]' > $OUT/running.json"
+    script = f"{mark}\nsleep 2.5\nrm $OUT/running.json\nsleep 0.7\ntouch $OUT/went_on"
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, script))
+    group = Group("kernels", (part("x"),))
+    process.one_child("A", group, 1, options, time.monotonic() + 600, tmp_path)
+    assert (tmp_path / "went_on").exists()
+
+
+@pytest.mark.parametrize(("given", "said"), [({}, "false 0.92"), (AT_ONCE, "true 0.92")])
+def test_a_group_says_how_its_process_takes_memory(
+    given, said: str, options, tmp_path, monkeypatch
+) -> None:
+    """In pieces, or all that it may at once."""
+    for name in ("PREALLOCATE", "MEM_FRACTION"):
+        monkeypatch.delenv(f"XLA_PYTHON_CLIENT_{name}", raising=False)
+    script = "echo $XLA_PYTHON_CLIENT_PREALLOCATE $XLA_PYTHON_CLIENT_MEM_FRACTION > $OUT/said"
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, script))
+    group = Group("kernels", (part("x"),), given)
+    process.one_child("A", group, 1, options, time.monotonic() + 60, tmp_path)
+    assert (tmp_path / "said").read_text().strip() == said
+
+
 def test_a_part_that_the_time_ran_out_for_is_not_a_failure(options, tmp_path) -> None:
-    process.running_file(options).write_text(f'["late", {time.monotonic()}]')
+    process.write_running(process.running_file(options), "late", 30)
     process.note_failure("A", [part("late")], options, "now", time.monotonic() - 1)
     assert process.results_of("A", options).parts == {}
+
+
+def test_a_killed_process_that_stays_is_left_behind() -> None:
+    class Stuck:
+        killed = False
+
+        def poll(self):
+            return None
+
+        def kill(self) -> None:
+            self.killed = True
+
+        def wait(self, seconds: float) -> None:
+            raise subprocess.TimeoutExpired("python", seconds)
+
+    process.end(stuck := Stuck())  # type: ignore[arg-type]
+    assert stuck.killed
 
 
 def test_parts_are_compiled_ahead_and_one_at_a_time_measured(tmp_path) -> None:
@@ -136,9 +202,76 @@ def test_parts_are_compiled_ahead_and_one_at_a_time_measured(tmp_path) -> None:
     for one, compiled in pending:
         marked = process.read_running(running)
         assert marked is not None
-        assert marked[0] == one.name
+        assert (marked.part, marked.limit) == (one.name, process.COMPILE_LIMIT)
         found.append(one.run(Machine(), compiled())["sum"])
     assert found == [2, 11]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nothing_is_traced_beside_what_is_measured(overlap: bool, tmp_path) -> None:
+    """One thread traces and measures; what has nothing to compile is measured before all else, and
+    where compiling takes the device, when all is compiled."""
+    threads, events, done = set(), [], []
+
+    def of(name: str, programs: int) -> Part:
+        def traced(machine: Machine) -> dict[str, Any]:
+            return {str(n): name for n in range(programs)}
+
+        return Part(name, lambda machine, compiled: {}, traced)
+
+    class Recorded(Machine):
+        def lowered(self, program):  # type: ignore[override]
+            threads.add(threading.current_thread())
+            events.append(f"trace {program}")
+            compiled = threading.Event() if program == "slow" else None
+
+            def compile_() -> None:
+                if compiled is not None:
+                    compiled.wait(1)
+                done.append(program)
+
+            return compile_
+
+    parts = [of("peaks", 0), of("slow", 1), of("later", 2)]
+    group = Group("g", tuple(parts), overlap=overlap)
+    for one, compiled in process.compiled_parts(
+        Recorded(), group, parts, tmp_path / "running.json", time.monotonic() + 60
+    ):
+        compiled()
+        assert overlap or len(done) == 3
+        events.append(f"run {one.name}")
+    assert threads == {threading.current_thread()}
+    traces = ["trace slow", "trace later", "trace later"]
+    first = ["run peaks", *traces] if overlap else [*traces, "run peaks"]
+    assert events == [*first, "run slow", "run later"]
+
+
+def test_what_cannot_be_traced_fails_alone(tmp_path) -> None:
+    def broken(machine: Machine) -> dict[str, Any]:
+        raise ValueError("no such shape")
+
+    parts = [part("broken", programs=broken), part("sound")]
+    found = process.compiled_parts(
+        Machine(), Group("g", tuple(parts)), parts, tmp_path / "r.json", time.monotonic() + 60
+    )
+    (one, compiled), (other, nothing) = found
+    with pytest.raises(ValueError, match="no such shape"):
+        compiled()
+    assert (one.name, other.name, nothing()) == ("broken", "sound", {})
+
+
+def test_processes_of_a_command_share_the_peaks(tmp_path, monkeypatch) -> None:
+    measured = []
+
+    def measure(small: bool) -> dict[str, float]:
+        measured.append(small)
+        return {"copy_bytes_per_s": 1e12}
+
+    monkeypatch.setattr(peaks, "measure_peaks", measure)
+    for _ in range(2):
+        machine = Machine(small=True, peaks_file=tmp_path / "peaks.json")
+        assert machine.peaks() == {"copy_bytes_per_s": 1e12}
+    assert measured == [True]
 
 
 def test_compiled_programs_travel_in_a_few_archives(options, tmp_path, monkeypatch) -> None:
@@ -159,20 +292,108 @@ def test_compiled_programs_travel_in_a_few_archives(options, tmp_path, monkeypat
     process.unpack_programs(later, options)
     assert {f.name for f in later.iterdir()} == {f"program{n}" for n in range(2, 8)}
     assert (later / "program5").read_bytes() == bytes([5]) * 8_000
+    # One that was cut off is as good as none.
+    whole = (out / "programs-0.tar").read_bytes()
+    (out / "programs-0.tar").write_bytes(whole[:9_000])
+    (out / "programs-1.tar").write_bytes(b"nothing" * 100)
+    process.unpack_programs(tmp_path / "last", options)
 
 
-def test_the_cheapest_part_runs(options, capsys) -> None:
-    """In this process: MoveCache against its reference, written as soon as it is measured."""
-    options.only, options.child, options.calls = "right: move", "kernels", ["A"]
+@pytest.mark.parametrize("call", ["A", "rest"])
+def test_the_cheapest_part_runs(call: str, options, capsys) -> None:
+    """In this process: MoveCache against its reference, written as soon as it is measured, and
+    where call A has it whoever asks."""
+    options.only, options.child, options.calls = "right: move", "kernels", [call]
     assert process.child(options) == 0
     content = json.loads((options.out / "rehearsal-kernels.json").read_text())
     row = content["parts"]["right: move"]
     assert row["good"]
     assert row["errors"] == {"k": 0.0, "v": 0.0}
-    assert row["source"] == process.source()
+    assert row["source"] == process.source("A")
     assert content["machine"]["versions"]["jax"]
     assert process.results_of("A", options).pending((part("right: move"),), row["source"]) == []
     assert "right: move: errors" in capsys.readouterr().out
+
+
+def test_a_group_leaves_time_to_those_behind_it(options, monkeypatch) -> None:
+    given = {}
+
+    def one_child(call, group, attempts, options, until, cache) -> None:
+        given.setdefault(group.name, until - time.monotonic())
+
+    groups = (
+        Group("a", (part("x"),), call="A", seconds=50),
+        Group("b", (part("y"),), call="B", seconds=900),
+        Group("c", (part("z", seconds=700),), call="C"),
+    )
+    monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
+    monkeypatch.setattr(process, "one_child", one_child)
+    assert process.run_call("first", options, time.monotonic() + 600) == 1
+    assert given == {"a": pytest.approx(50, abs=5), "b": pytest.approx(600, abs=5)}
+
+
+@pytest.mark.parametrize(("found", "children"), [(False, 1), (True, 6)])
+def test_where_there_is_no_card_one_process_finds_out(
+    found: bool, children: int, options, monkeypatch
+) -> None:
+    """One that is lost on the way may be back for the next."""
+    codes = []
+
+    def one_child(*_) -> int:
+        codes.append(0 if found and not codes else process.NO_DEVICE)
+        return codes[-1]
+
+    groups = (Group("a", (part("x"),), call="A"), Group("b", (part("y"),), call="A"))
+    monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
+    monkeypatch.setattr(process, "one_child", one_child)
+    assert process.run_call("A", options, time.monotonic() + 600) == 1
+    assert len(codes) == children
+
+
+def test_a_missing_package_is_found_first(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(process, "IMPORTED", ("kvjax.engine", "no_such_package"))
+    monkeypatch.setattr(process, "run_call", lambda *_: pytest.fail("begun"))
+    assert main_of(card.main, ["first", "--out", str(tmp_path)]) == 2
+    assert "no_such_package cannot be imported: No module named" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [(["first"], 560), (["rest"], 200), (["A", "B"], 540), (["first", "--seconds", "99"], 99)],
+)
+def test_commands_end_within_their_time(
+    arguments: list[str], seconds: float, tmp_path, monkeypatch
+) -> None:
+    deadlines = []
+
+    def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
+        deadlines.append(deadline)
+        return 0
+
+    monkeypatch.setattr(process, "run_call", run_call)
+    start = time.monotonic()
+    assert main_of(card.main, [*arguments, "--out", str(tmp_path)]) == 0
+    assert max(deadlines) == min(deadlines) == pytest.approx(start + seconds, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("ptxas", "given", "said"), [(True, "", "cuda"), (True, "/mine", "/mine"), (False, "", "")]
+)
+def test_the_script_says_where_ptxas_is(ptxas: bool, given: str, said: str, tmp_path) -> None:
+    """Where NVIDIA's packages lack it JAX looks in a folder "None"."""
+    python, cuda = stand_in(tmp_path, 'echo "root=$CUDA_ROOT" "$@"'), tmp_path / "cuda"
+    if ptxas:
+        (cuda / "bin").mkdir(parents=True)
+        (cuda / "bin" / "ptxas").touch(mode=0o755)
+    environment = {**os.environ, "PYTHON": python, "CUDA_HOME": str(cuda), "CUDA_ROOT": given}
+    command = ["bash", "scripts/gpu_check.sh", "first", str(tmp_path / "out"), "--only", "x"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    root, *arguments = done.stdout.split()
+    assert root == f"root={cuda if said == 'cuda' else said}"
+    assert arguments[:4] == ["-m", "benchmarks.card", "first", "--out"]
+    assert arguments[-2:] == ["--only", "x"]
 
 
 @pytest.mark.slow
@@ -196,116 +417,34 @@ def test_all_three_calls_at_tiny_sizes(tmp_path) -> None:
     ring = next(row for name, row in parts.items() if name.startswith("ring: "))
     assert ring["wraps"] >= 10
     assert ring["chosen"] == "mosaic_gpu, interpreted"
-    text = report.page(*report.read(tmp_path, "rehearsal"))
+    text = report.page("rehearsal", *report.read(tmp_path, "rehearsal"))
     assert "## Tokens per second" in text
     assert "Whole decode steps" in text
 
 
-def row(**more: Any) -> dict[str, Any]:
-    return {"source": "now", "date": "2030-01-02", "attempts": 1, **more}
+@pytest.mark.parametrize(
+    ("card", "prefix"),
+    [
+        ("NVIDIA H100 80GB HBM3, 580.1, 81559 MiB", "h100"),
+        ("NVIDIA H200, 580.1, 143771 MiB", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        (None, "gpu"),
+    ],
+)
+def test_results_of_cards_are_kept_apart(card: str | None, prefix: str, options) -> None:
+    options.card = process.prefix_of(card)
+    assert process.results_of("B", options).file == options.out / f"{prefix}-decode.json"
 
 
-def timing(us: float, size: float, share: float, **more: Any) -> dict[str, Any]:
-    return row(us=us, bytes=int(size), share_of_copy=share, share_of_read=share - 0.05, **more)
+def test_what_is_not_measured_changes_nothing(tmp_path, monkeypatch) -> None:
+    """A line of the server's leaves what was measured as it is, one of a kernel's does not."""
+    for name in ("kernels", "serve", "cli/throughput"):
+        (tmp_path / "kvjax" / name).mkdir(parents=True)
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "benchmarks" / "card" / "process.py"))
 
+    def changed_by(name: str) -> str:
+        before = {call: process.source(call) for call in "ABC"}
+        (tmp_path / "kvjax" / name / "x.py").write_text("x = 1\n")
+        return "".join(call for call in "ABC" if process.source(call) != before[call])
 
-def served(rate: float | None, speed: float, host: float) -> dict[str, Any]:
-    phases = {"prefill": 30.0, "compress": 1.0, "decode": 60.0, "host": host}
-    return row(
-        rate=rate, total_tokens_per_second=speed, output_tokens_per_second=speed / 13,
-        seconds=100.0, seconds_by_phase=phases, max_batch=3, expected_batch=4, preemptions=0,
-        model="llama3.1-8b", num_prompts=64, input_len=6000, output_len=500, pool_tokens=19500,
-    )  # fmt: skip
-
-
-def write_results(folder: Path) -> None:
-    """Made-up files of the three calls."""
-    machine = {"device": "NVIDIA H200", "card": "NVIDIA H200, 1.2, 3", "versions": {"jax": "9.9"}}
-    errors = {"errors": {"out": 1e-3}, "limit": 1e-2, "chosen": "mosaic_gpu"}
-    kernels = {
-        "peaks": row(copy_bytes_per_s=4.3e12, read_bytes_per_s=4.6e12, flop_per_s=7.9e14),
-        "right: llama": row(**errors, good=True),
-        "right: other": row(**errors, good=False),
-        "ring: bfloat16": row(**errors, good=True, wraps=12.0, repeats=20, differing=0),
-        "right: broken": row(error="XlaRuntimeError: a | b"),
-        "memory checker": row(good=True, exit_code=0, said=[], optional=True),
-        "attention: 8B 256 × 1024 uniform b=16": timing(300, 1.07e9, 0.83),
-        "attention: 8B 256 × 1024 uniform b=64": timing(250, 1.07e9, 0.99),
-    }
-    decode = {
-        "peaks": row(error="lost"),
-        "attention: 8B 32 × 8192 uniform b=16": timing(300, 1.07e9, 0.9),
-        "attention: 8B 32 × 8192 uniform b=16 + statistic": timing(360, 1.07e9, 0.75),
-        "attention: 8B 32 × 8192 uniform b=16 prefetched": timing(280, 1.07e9, 0.96),
-        "attention: 8B 32 × 8192 uniform b=16 interleaved": timing(600, 1.07e9, 0.45),
-        "attention: 8B 32 × 8192 zipf b=16": timing(310, 1.07e9, 0.86),
-        "attention: 8B 64 × 1024 uniform b=16": timing(90, 0.27e9, 0.7),
-        "step: llama3.1-8b, 64 × 1024, full": timing(7000, 24e9, 0.82, tokens_per_second=9143),
-        "step: llama3.1-8b, 256 × 1024, full": timing(9000, 50e9, 0.9, tokens_per_second=28444),
-        "step: llama3.1-8b, 256 × 1024, pool of 70 GB, full": timing(
-            9900, 50e9, 0.8, tokens_per_second=25858
-        ),
-    }
-    throughput = {
-        "throughput: rate 64": served(64.0, 6000.0, 2.0),
-        "throughput: no compression": served(None, 1000.0, 4.0),
-        "throughput: rate 1": served(1.0, 990.0, 2.0),
-    }
-    for name, parts in zip(report.FILES, (kernels, decode, throughput), strict=True):
-        content = json.dumps({"machine": machine, "parts": parts})
-        (folder / f"h200-{name}.json").write_text(content)
-
-
-def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> None:
-    write_results(tmp_path)
-    assert main_of(report.main, ["--results", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "NVIDIA H200, 1.2, 3; jax 9.9; 2030-01-02" in text
-    assert "copies 4.30 TB/s" in text
-    answers = {q.asked: (q.got, q.met) for q in report.questions(report.read(tmp_path)[1])}
-    assert answers == {
-        "kernels against the reference": ("2 of 4", False),
-        "repeats of 20 runs that differ in a bit": ("0", True),
-        "compute-sanitizer memcheck": ("nothing found", True),
-        "attention, 8B 256 × 1024 uniform b=16: of the copy bandwidth": ("83%", False),
-        "attention, 8B 256 × 1024 uniform b=64: of the copy bandwidth": ("99%", True),
-        "attention, 8B 256 × 1024 uniform b=16: more with the statistic": ("not measured", None),
-        "attention, 8B 256 × 1024 uniform b=64: more with the statistic": ("not measured", None),
-        "attention, 8B 32 × 8192 uniform b=16: of the copy bandwidth": ("90%", True),
-        "attention, 8B 32 × 8192 zipf b=16: of the copy bandwidth": ("86%", True),
-        "attention, 8B 32 × 8192 uniform b=16: more with the statistic": ("20%", False),
-        "attention, 8B 32 × 8192 zipf b=16: more with the statistic": ("not measured", None),
-        "attention, 8B 32 × 8192 zipf b=16: more per byte than uniform": ("3%", True),
-        "attention, 8B 32 × 8192 uniform b=16 prefetched: more time without": ("7%", None),
-        "attention, 8B 32 × 8192 uniform b=16 interleaved: more time without": ("-50%", None),
-        "attention, 8B 256 × 1024 uniform: more time with b = 16 than with 64": ("20%", None),
-        "decode step, llama3.1-8b, 64 × 1024, full: of the copy bandwidth": ("82%", True),
-        "decode step, llama3.1-8b, 256 × 1024, full: of the copy bandwidth": ("90%", None),
-        "decode step, llama3.1-8b, 256 × 1024, pool of 70 GB, full: of the copy bandwidth": (
-            "80%",
-            None,
-        ),
-        "decode step, llama3.1-8b, 256 × 1024, pool of 70 GB, full: more than without": (
-            "10%",
-            False,
-        ),
-        "tokens per second at 64× over none": ("6.00×", False),
-        "rate 1 slower than no compression": ("1.0%", True),
-        "host's share, rate 64": ("2.0%", True),
-        "host's share, no compression": ("4.0%", False),
-        "host's share, rate 1": ("2.0%", True),
-    }
-    assert "| tokens per second at 64× over none | ≥ 5.18× | 6.00× | reached |" in text
-    assert "| tokens per second at 64× over none | ≥ 8× | 6.00× | **missed** |" in text
-    assert "| right: broken | XlaRuntimeError: a / b |" in text
-    assert "64 prompts of 6,000 tokens" in text
-
-
-def test_the_page_knows_every_variant_that_is_timed() -> None:
-    assert tuple(f" {name}" for name in attention.VARIANTS) == report.VARIANTS
-
-
-def test_a_page_without_results_says_how_to_get_them(tmp_path) -> None:
-    text = report.page(*report.read(tmp_path))
-    assert "Nothing was measured on a GPU yet" in text
-    assert "python -m benchmarks.card C" in text
+    assert [changed_by(x) for x in ("kernels", "serve", "cli/throughput")] == ["ABC", "", "C"]

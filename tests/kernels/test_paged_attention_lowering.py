@@ -16,6 +16,7 @@ import pytest
 from benchmarks.kernels import cases
 from kvjax.kernels import Half, explain, paged_attention
 from kvjax.kernels.paged_attention import spec
+from kvjax.kernels.paged_attention.mosaic_gpu import MAX_STAGES, RESERVED, SHARED_MEMORY, config
 from tests.kernels.devices import H200, TPU_V5E, TPU_V6E
 
 FAMILIES = sorted(spec.FAMILIES)
@@ -180,6 +181,43 @@ def test_lowers_for_h200_without_metric(family: str) -> None:
     line = re.compile(rf"tensor<{shape.group}x\d+xf32>")
     assert not line.search(without)
     assert line.search(with_metric)
+
+
+@pytest.mark.parametrize(
+    ("shape", "exact"),
+    [
+        (spec.FAMILIES["llama-3.1-70b"], False),
+        # The scales of a tile of it leave the end of 1,024 bytes unused.
+        (cases.CODES["int8 int8 b=32 d=96"], False),
+        (cases.CODES["int4 int4 b=16 d=128"], True),
+    ],
+    ids=["70b", "int8 d=96", "int4w16"],
+)
+def test_two_programs_fit_a_multiprocessor(
+    shape: spec.Shape, exact: bool, monkeypatch, tmp_path
+) -> None:
+    """By what the kernel asks of the system at its launch: the plan leaves nothing out, and a
+    further tile would not fit."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+
+    def call(*arguments):
+        q, k, v, table, lengths, metric, *beside = arguments
+        return paged_attention(
+            q, k, v, table, lengths, metric=metric, return_metric=True,
+            exact=beside[0] if beside else None,
+        )  # fmt: skip
+
+    arguments = (*cases.coded(shape), *([cases.exact_of(shape)] if exact else []))
+    with jax.sharding.use_abstract_mesh(H200):
+        jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
+    (file,) = tmp_path.glob("paged_attention_[0-9]*.before_layout_inference.txt")
+    (asked,) = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", file.read_text())
+    used, c = int(asked) + 1024, config(shape, scale=1, keep_logits=True, cores=132, exact=exact)
+    assert c.programs == 2 * 132
+    assert c.shared_bytes() + RESERVED - 256 < used <= c.shared_bytes() + RESERVED
+    assert 2 * used <= SHARED_MEMORY
+    more = dataclasses.replace(c, stages=c.stages + 1).shared_bytes() - c.shared_bytes()
+    assert 2 * (used + more) > SHARED_MEMORY or c.stages == MAX_STAGES
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from kvjax.kernels.paged_attention.worklist import WorkList
 
 SHARED_MEMORY = 228 * 1024
 """Bytes of shared memory of one multiprocessor."""
-RESERVED = 4 * 1024
-"""Bytes per program for the system, barriers and reductions across warps."""
+RESERVED = 3 * 1024 + 256
+"""Bytes per program beside `Config.shared_bytes`: 1,024 for the system, 2,048 that JAX keeps for
+reductions across warps, and barriers."""
 MAX_STAGES = 8
 
 
@@ -59,10 +60,9 @@ def config(
         )
     # Where newest rows are appended they take room, too.
     one = draft if forms else dataclasses.replace(draft, newest_at=0)
-    two = dataclasses.replace(one, stages=2)
-    room = SHARED_MEMORY // per_core - RESERVED - one.shared_bytes()
-    stages = 1 + room // (two.shared_bytes() - one.shared_bytes())
-    return dataclasses.replace(draft, stages=min(MAX_STAGES, stages))
+    room = SHARED_MEMORY // per_core - RESERVED
+    sizes = (dataclasses.replace(one, stages=n).shared_bytes() for n in range(1, MAX_STAGES + 1))
+    return dataclasses.replace(draft, stages=sum(size <= room for size in sizes))
 
 
 def _forms(shape: Shape) -> tuple[Form, Form] | None:

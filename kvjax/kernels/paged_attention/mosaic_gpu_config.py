@@ -15,6 +15,8 @@ TILE = 64
 
 ALIGNED = 128
 """Bytes to which copies of shared memory are aligned."""
+BUFFER_ALIGNED = 1024
+"""Bytes to which JAX aligns each of a kernel's buffers there."""
 SUM_ROWS = 8
 """Rows behind those of an output for its largest logits and sums; copies stay aligned."""
 
@@ -181,8 +183,9 @@ class Config:
         }
 
     def shared_bytes(self) -> int:
-        """Bytes of shared memory of `attend`, without barriers."""
+        """Bytes of shared memory of `attend`, without barriers and what JAX adds for reductions."""
         refs = [
             x for x in self.attend_scratch().values() if isinstance(x, type(self.out_scratch()))
         ]
-        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in refs)
+        sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in refs)
+        return sum(-(-size // BUFFER_ALIGNED) * BUFFER_ALIGNED for size in sizes)
