@@ -222,7 +222,7 @@ def evaluate(
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run as run_all
-    from kvjax.eval.run import tokenised
+    from kvjax.eval.run import settings_read, tokenised
     from kvjax.eval.scorers import check_library
     from kvjax.eval.sizes import slots_for
     from kvjax.eval.table import EVERY, report
@@ -274,17 +274,19 @@ def evaluate(
         "max_new_tokens": config.max_new_tokens,
         "context_length": evaluator.limit,
     }
-    if options.draft is not None:
-        settings["draft"] = options.draft
-    if calibration is not None:
-        settings["calibration"] = calibration.recipe.get("data", "")
-        if "levels_data" in calibration.recipe:
-            settings["levels"] = calibration.recipe["levels_data"]
+    recipe = {} if calibration is None else calibration.recipe
+    given = {
+        "calibration": None if calibration is None else recipe.get("data", ""),
+        "levels": recipe.get("levels_data"),
+        "draft": options.draft,
+    }
+    read = {name for variant in variants for name in settings_read(variant.label)}
+    settings |= {name: given[name] for name in sorted(read)}
     limit = f"{evaluator.limit} tokens"
     if paper is not None:
         settings["paper"], limit = paper.name, f"the paper's, or than {limit} with their answer"
     status = 0
-    with ResultsFile(options.out, settings) as file:
+    with ResultsFile(options.out, settings, settings_read) as file:
         held = len(file.results)
         try:
             left = TimeLeft(progress)

@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import UNCALIBRATED
+from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import run_command
 from kvjax.cli.rows import choose_methods, fill_in
 from kvjax.errors import UserError
+from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
 from tests.tiny import TINY
 
@@ -201,6 +205,29 @@ def test_more_methods_and_rates_are_added_to_a_file(tiny, prompts, tmp_path):
     assert sorted((r["id"], r["rate"]) for r in rows) == [
         (name, rate) for name in "ab" for rate in (1.0, 2.0, 8.0)
     ]
+
+
+def test_calibrated_methods_are_added_to_a_file_of_others_and_the_reverse(
+    tiny, tiny_folder, prompts, tmp_path
+):
+    fingerprint = load_model(weights=str(tiny_folder), dtype="float32").fingerprint
+
+    def run(method, data):
+        file = tmp_path / f"{data}.safetensors"
+        Calibration({HEAD_BUDGET: np.ones((2, 2), np.float32)}, fingerprint, {"data": data}).save(
+            file
+        )
+        given = ("--prompts", prompts, "--rates", 2, "--methods", method, "--calibration", file)
+        return tiny(*given, "--free-tokens", 0)
+
+    for method in ("kv-compress", "duo-heads", "snapkv"):
+        assert run(method, "mine")[0] == 0
+    found = {row["method"]: row["settings"] for row in read(tmp_path / "r.jsonl")}
+    assert set(found) == {"full", "kv-compress", "duo-heads", "snapkv"}
+    assert [name for name in found if "calibration" in found[name]] == ["duo-heads"]
+    assert found["duo-heads"]["calibration"] == "mine"
+    code, _, err = run("duo-heads", "yours")
+    assert (code, "calibration mine, and this run has yours" in err) == (2, True)
 
 
 def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
