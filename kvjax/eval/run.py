@@ -64,7 +64,7 @@ def tokenised(
             continue
         try:
             ready[row.id] = row, evaluator.tokenise(row)
-        except ValueError as error:
+        except (ValueError, UserError) as error:
             skipped.add(row.task, number, str(error))
     if not ready:
         raise UserError(f"no row is left: {skipped.reasons[-1] if skipped.reasons else 'none'}")
