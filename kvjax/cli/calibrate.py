@@ -101,9 +101,9 @@ def run(options: argparse.Namespace) -> int:
     if options.texts is not None:
         check_whole("--texts", options.texts, 2)
     if options.plot is not None:
-        from kvjax.eval.plots import check_plots
+        from kvjax.eval.plots import check_picture
 
-        check_plots("--plot")
+        check_picture("--plot", options.plot)
         check_output_file("--plot", options.plot)
     check_model_options(options)
     if options.out is not None:

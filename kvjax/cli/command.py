@@ -64,7 +64,8 @@ def check_apart(option: str, path: Path, other: str, others: Path) -> None:
     Raises:
         UserError: both options name the same file.
     """
-    if path.resolve() == others.resolve():
+    # Not Path.resolve, which raises where links go round.
+    if os.path.realpath(path) == os.path.realpath(others):
         raise UserError(f"{option} {shown(str(path))}: that is {other}, too; give another name")
 
 

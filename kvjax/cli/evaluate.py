@@ -39,6 +39,7 @@ from kvjax.cli.models import (
     add_draft_option,
     add_model_options,
     check_cache_dtypes,
+    check_draft,
     check_model_options,
     chosen_calibration,
     chosen_draft,
@@ -148,6 +149,7 @@ def run(options: argparse.Namespace) -> int:
     # What can be refused without a model is refused before one is loaded.
     from kvjax.cache.config import CALIBRATED
     from kvjax.cache.methods import get_method
+    from kvjax.checks import check_whole
     from kvjax.engine.parallel import check_method
     from kvjax.eval.prompt_codecs import PROMPT_CODECS
     from kvjax.eval.run import variants_of
@@ -167,6 +169,8 @@ def run(options: argparse.Namespace) -> int:
         variant.check(options.tensor_parallel)
     protocols = choose_protocols(options.protocols)
     check_rows(options)
+    check_whole("--details", options.details, 0)
+    check_draft(options, [get_method(variant.method) for variant in variants])
     config = EvaluatorConfig(
         block_size=options.block_size,
         num_slots=16 if options.batch is None else options.batch,
@@ -305,8 +309,11 @@ def evaluate(
                 page, end = report(file.results, "Cache compression compared", notes), EVERY
             else:
                 page, end = papers.page(paper, file.results, notes), papers.EVERY
-            table.write_text(page, encoding="utf-8")
-            print(page.split(end)[0].rstrip())
+            try:
+                table.write_text(page, encoding="utf-8")
+            finally:
+                # Told even where it cannot be written any more.
+                print(page.split(end)[0].rstrip())
     seconds = time.perf_counter() - start
     print(
         f"\n{len(file.results) - held} results in {spell(seconds)} "

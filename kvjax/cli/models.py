@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvjax import startup
-from kvjax.checks import check_whole
+from kvjax.checks import check_whole, shown
 from kvjax.cli.progress import Progress, TimeLeft
+from kvjax.errors import UserError
 
 if TYPE_CHECKING:
     from kvjax.cache import Method
@@ -142,6 +143,19 @@ def add_draft_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
         help="name or weights of a smaller model with the same tokenizer, which drafts for methods "
         "that look ahead: speckv (the model drafts for itself)",
     )
+
+
+def check_draft(options: argparse.Namespace, methods: "Iterable[Method]") -> None:
+    """Refuse, before a model is loaded, a model that would draft for nobody.
+
+    Raises:
+        UserError: none of the methods looks ahead.
+    """
+    if options.draft is not None and not any(method.drafts for method in methods):
+        raise UserError(
+            f"--draft {shown(options.draft)}: no method here looks ahead; leave it out, or take "
+            "the method speckv"
+        )
 
 
 def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) -> "LLM | None":

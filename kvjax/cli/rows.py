@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli.command import check_apart, check_output_file
 from kvjax.errors import UserError
 
 
@@ -203,10 +204,15 @@ def table_beside(options: argparse.Namespace) -> Path:
     """Where the Markdown page goes: --table, or a name like that of --out.
 
     Raises:
-        UserError: there is no folder for one of the two.
+        UserError: one of the two cannot be written, or is another file of the command.
     """
+    check_output_file("--out", options.out)
     table = options.table or options.out.with_suffix(".md")
-    for path in (options.out, table):
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no such folder")
+    check_output_file("--table", table)
+    check_apart("--out", options.out, "the Markdown page (--table)", table)
+    read = [("--prompts", Path(name)) for name in options.prompts]
+    read += [(f"--{name}", path) for name in PLACES if (path := getattr(options, name))]
+    for option, path in read:
+        check_apart("--out", options.out, option, path)
+        check_apart("--table", table, option, path)
     return table

@@ -117,6 +117,7 @@ def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content
         (["--out", "/nowhere/at/all/x"], "--out '/nowhere/at/all/x': there is no such folder"),
         (["--out", "/dev"], "--out '/dev': it is there and cannot be written"),
         (["--plot", "/nowhere/x.png"], "--plot '/nowhere/x.png': there is no such folder"),
+        (["--plot", "x.xyz"], "--plot 'x.xyz': there are no such pictures; give a name that ends"),
         (["--out", "x.png", "--plot", "./x.png"], "--plot 'x.png': that is --out, too"),
         (["--data", "/nowhere"], "there is no /nowhere"),
         (["--heads", "--data", "/nowhere"], "give no --data"),

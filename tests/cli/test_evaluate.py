@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -220,8 +221,8 @@ def test_calibrated_methods_are_added_to_a_file_of_others_and_the_reverse(
         given = ("--prompts", prompts, "--rates", 2, "--methods", method, "--calibration", file)
         return tiny(*given, "--free-tokens", 0)
 
-    for method in ("kv-compress", "duo-heads", "snapkv"):
-        assert run(method, "mine")[0] == 0
+    for method, data in (("kv-compress", "mine"), ("duo-heads", "mine"), ("snapkv", "yours")):
+        assert run(method, data)[0] == 0
     found = {row["method"]: row["settings"] for row in read(tmp_path / "r.jsonl")}
     assert set(found) == {"full", "kv-compress", "duo-heads", "snapkv"}
     assert [name for name in found if "calibration" in found[name]] == ["duo-heads"]
@@ -263,6 +264,11 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
         (("--tasks", "xsum"), "give --xsum or --data"),
         (("--prompts", "/no/such/prompts"), "No such file"),
         (("--out", "/no/such/folder/r.jsonl"), "no such folder"),
+        (("--out", "/dev"), "--out '/dev': it is there and cannot be written"),
+        (("--table", "/dev"), "--table '/dev': it is there and cannot be written"),
+        (("--details", "-1"), "--details -1"),
+        (("--length", "99999999999"), "lengths (99999999999,): give numbers from 32 to"),
+        (("--draft", "small"), "--draft 'small': no method here looks ahead"),
         (("--model", "lama3-8b"), "llama3-8b"),
         (("--context-length", "10"), "no row is left"),
         (("--tensor-parallel", "0"), "tensor_parallel 0"),
@@ -288,6 +294,33 @@ def test_bad_input_gets_one_line(tiny, arguments, says):
     assert last.startswith("error: ")
     assert says in last
     assert "Traceback" not in err
+
+
+def test_no_file_of_a_run_is_lost_to_another(tiny, prompts, tmp_path):
+    page, kept = tmp_path / "r.md", prompts.read_text()
+    page.write_text("a haystack")
+    (tmp_path / "x").mkdir()
+    for given, option, other in (
+        (("--out", page), "--out", "the Markdown page (--table)"),
+        (("--table", tmp_path / "x" / ".." / "r.jsonl"), "--out", "the Markdown page (--table)"),
+        (("--out", prompts), "--out", "--prompts"),
+        (("--table", prompts), "--table", "--prompts"),
+        (("--haystack", page), "--table", "--haystack"),
+    ):
+        code, _, err = tiny("--prompts", prompts, *given)
+        assert (code, err.startswith(f"error: {option} '/")) == (2, True)
+        assert err.endswith(f": that is {other}, too; give another name\n")
+        assert (prompts.read_text(), page.read_text()) == (kept, "a haystack")
+
+
+def test_the_page_is_told_even_where_it_cannot_be_written(tiny, prompts, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "r.md")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, out, err = tiny("--prompts", prompts, "--free-tokens", 0)
+    assert (code, "error: r.md: No space left" in err) == (2, True)
+    assert "## The full cache" in out
 
 
 def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
