@@ -5,6 +5,7 @@ is scored on the true answer and on an answer of its own, which is given no begi
 appended to a JSONL file, and a run that was stopped goes on where it was. A Markdown table with
 95 % intervals stands beside it.
 
+    kvjax evaluate --list                       # what --methods and --tasks may name
     kvjax evaluate --quick                      # a small model, minutes on a CPU
     kvjax evaluate --data ./data --tasks needle,kv --methods all --rates 2,8,32
     kvjax evaluate --prompts mine.jsonl --protocols chat,agnostic
@@ -44,6 +45,7 @@ from kvjax.cli.models import (
     chosen_calibration,
     chosen_draft,
     load_chosen_model,
+    runnable,
     usual_method,
 )
 from kvjax.cli.papers import chosen_table
@@ -63,12 +65,14 @@ from kvjax.cli.rows import (
 QUICK = {
     "tasks": "needle,passkey,fact,kv",
     "methods": "random,streaming-llm,h2o,snapkv,pyramidkv-exact,ada-snapkv,tova,kv-compress,"
-    "shared-reads,kvcrush:snapkv",
+    "shared-reads,kvcrush:snapkv,matched:predicted-reads-blind",
     "rates": "4,16,64",
     "length": "512",
     "rows": 2,
 }
-"""What --quick stands for: one method of each family."""
+"""What --quick stands for: one method of each family, the usual one where it is calibrated."""
+SEVERAL = ("all", QUICK["methods"])
+"""What stands for methods of which some may be unable to run."""
 USUAL = {
     "tasks": "needle,passkey,fact,kv",
     "methods": "auto",
@@ -86,6 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser.add_argument_group("model"))
 
     what = parser.add_argument_group("what is compared (lists are separated by commas)")
+    what.add_argument("--list", action="store_true", help="methods and tasks by name, and no more")
     what.add_argument("--quick", action="store_true", help="a small run: minutes on a CPU")
     what.add_argument(
         "--paper",
@@ -94,8 +99,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--methods",
-        help="compression methods, or all (auto: the one of kvjax decode, which a calibration "
-        "decides)",
+        help="compression methods, or all: those among them that read a calibration where the "
+        "model has one (auto: the one of kvjax decode, which a calibration decides)",
     )
     add_calibration_option(what)
     add_draft_option(what)
@@ -146,6 +151,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.list:
+        return list_names()
     # What can be refused without a model is refused before one is loaded.
     from kvjax.cache.config import CALIBRATED
     from kvjax.cache.methods import get_method
@@ -188,13 +195,34 @@ def run(options: argparse.Namespace) -> int:
         )
 
 
+def list_names() -> int:
+    """Print what methods and tasks there are, a line each."""
+    from kvjax.cache.methods import METHODS
+    from kvjax.eval.tasks import TASKS
+
+    methods = {
+        name: method.summary + " (reads a calibration)" * bool(method.calibrated)
+        for name, method in METHODS.items()
+    }
+    # Parts of data sets have no words of their own.
+    tasks = {
+        name: (make.__doc__ or "").partition("\n")[0]
+        for name, make in TASKS.items()
+        if "/" not in name
+    }
+    for title, found in (("methods", methods), ("tasks", tasks)):
+        width = max(map(len, found))
+        print(f"{title}:", *(f"  {name:{width}}  {what}" for name, what in found.items()), sep="\n")
+    return 0
+
+
 def _methods(options: argparse.Namespace) -> list[str]:
     """Names of the methods asked for; of those that --quick and all stand for, the ones that can
     run on so many devices."""
     from kvjax.cache.methods import get_method
 
-    names = choose_methods(options.methods)
-    if options.tensor_parallel == 1 or options.methods not in ("all", QUICK["methods"]):
+    names = choose_methods(options.methods, calibrated=True)
+    if options.tensor_parallel == 1 or options.methods not in SEVERAL:
         return names
     alone = [name for name in names if get_method(name).across_heads]
     if alone:
@@ -240,6 +268,10 @@ def evaluate(
             dataclasses.replace(v, method=usual) if v.method == CALIBRATED else v for v in variants
         ]
     named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
+    if options.methods in SEVERAL:
+        able = runnable(options, model, named, progress)
+        named = [method for method in named if method.name in able]
+        variants = [variant for variant in variants if variant.method in able]
     calibration = chosen_calibration(options, model, named, progress)
     if calibration is None and options.calibration == "auto":
         # Making one is for methods: it has no levels.

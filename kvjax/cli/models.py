@@ -227,6 +227,37 @@ def _made(model: "LoadedModel", progress: Progress) -> "Calibration":
     return make(model, TimeLeft(progress))
 
 
+def runnable(
+    options: argparse.Namespace,
+    model: "LoadedModel",
+    methods: "Iterable[Method]",
+    progress: Progress,
+) -> set[str]:
+    """Names of those methods that the calibration at hand has all arrays for; the others are told.
+
+    None is made. What is found becomes the value of `--calibration`, so that it is looked up once.
+
+    Raises:
+        UserError: the calibration that the option names is no such file, or of another model.
+    """
+    from kvjax.engine.calibrate.shelf import AUTO, find
+
+    methods = list(methods)
+    if options.calibration == AUTO:
+        found = find(model)
+    else:
+        found = chosen_calibration(options, model, methods, progress)
+    options.calibration = found or "none"
+    arrays = set(found.arrays if found else ())
+    names = {method.name for method in methods if arrays.issuperset(method.calibrated)}
+    lacking = [method.name for method in methods if method.name not in names]
+    if lacking:
+        progress.clear()
+        told = "left out, as they need what `kvjax calibrate` (or --heads, --import) makes"
+        print(f"{told}: {', '.join(lacking)}", file=sys.stderr)
+    return names
+
+
 def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Progress) -> str:
     """The method where none is chosen: one that needs no question, for a model that is calibrated.
 

@@ -93,12 +93,13 @@ def rates_of(text: str) -> list[float]:
     return rates
 
 
-def choose_methods(text: str) -> list[str]:
-    """Names of methods, checked; "all" stands for those that need no calibration."""
+def choose_methods(text: str, *, calibrated: bool = False) -> list[str]:
+    """Names of methods, checked; "all" stands for those that need no calibration, or for every
+    one if `calibrated`."""
     from kvjax.cache.methods import METHODS, get_method
 
     if text == "all":
-        return [name for name, method in METHODS.items() if not method.calibrated]
+        return [name for name, method in METHODS.items() if calibrated or not method.calibrated]
     return [get_method(name).name for name in split_list("methods", text)]
 
 

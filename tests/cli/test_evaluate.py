@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.calibration import Calibration
-from kvjax.cache.config import UNCALIBRATED
+from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import run_command
@@ -350,6 +350,8 @@ def test_quick_names_what_there_is(capsys):
     assert len(every) > 40
     assert "compactor" in every
     assert "duo-heads" not in every
+    assert set(choose_methods("all", calibrated=True)) - set(every) > {CALIBRATED, "duo-heads"}
+    assert CALIBRATED in choose_methods(evaluate.QUICK["methods"])
     options = options_of("--quick", "--rows", "3")
     assert (options.rows, options.length) == (3, evaluate.QUICK["length"])
     assert options_of("--quick", "--prompts", "x").tasks is None
@@ -357,14 +359,48 @@ def test_quick_names_what_there_is(capsys):
     alone = {"random", "tova", "shared-reads"}
     for given, wanted in ((["--quick"], evaluate.QUICK["methods"]), (["--methods", "all"], "all")):
         options = options_of(*given, "--tensor-parallel", "2")
-        left = set(choose_methods(wanted)) - set(evaluate._methods(options))
-        assert alone <= left < set(choose_methods(wanted))
+        every = choose_methods(wanted, calibrated=True)
+        left = set(every) - set(evaluate._methods(options))
+        assert alone <= left < set(every)
         said = capsys.readouterr().err
         assert all(name in said for name in alone)
-        assert evaluate._methods(options_of(*given)) == choose_methods(wanted)
+        assert evaluate._methods(options_of(*given)) == every
     assert evaluate._methods(options_of("--methods", "tova", "--tensor-parallel", "2")) == ["tova"]
     with pytest.raises(UserError, match="did you mean"):
         choose_methods("snapvk")
+
+
+def test_of_several_methods_those_run_whose_arrays_there_are(
+    tiny, tiny_folder, prompts, tmp_path, monkeypatch
+):
+    few = "kv-compress,duo-heads,triattention"
+    monkeypatch.setattr(evaluate, "SEVERAL", ("all", few))
+    fingerprint = load_model(weights=str(tiny_folder), dtype="float32").fingerprint
+    file = tmp_path / "heads.safetensors"
+    Calibration({HEAD_BUDGET: np.ones((2, 2), np.float32)}, fingerprint).save(file)
+    given = ("--prompts", prompts, "--rates", 2, "--methods", few, "--free-tokens", 0)
+    for calibration, run, left in (
+        ("auto", {"full", "kv-compress"}, "duo-heads, triattention"),
+        (file, {"full", "kv-compress", "duo-heads"}, "triattention"),
+    ):
+        code, _, err = tiny(*given, "--calibration", calibration)
+        assert code == 0, err
+        assert {row["method"] for row in read(tmp_path / "r.jsonl")} == run
+        (told,) = [line for line in err.splitlines() if line.startswith("left out, as they need")]
+        assert told.endswith(f"makes: {left}")
+    # One that is named is never left out.
+    code, _, err = tiny(*given, "--methods", "triattention", "--calibration", file)
+    assert (code, "triattention" in err) == (2, True)
+
+
+def test_names_are_listed_without_a_model(capsys):
+    assert main_of(EVALUATE, ["--list", "--weights", "/no/weights"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "methods:"
+    names = [line.split()[0] for line in lines]
+    assert set(choose_methods("all", calibrated=True)) <= set(names)
+    assert {"needle", "ruler-vt", "longbench"} <= set(names[names.index("tasks:") :])
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines if line.startswith(" "))
 
 
 @pytest.mark.slow
