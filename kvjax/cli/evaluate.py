@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
 def list_names() -> int:
     """Print what methods and tasks there are, a line each."""
     from kvjax.cache.methods import METHODS
-    from kvjax.eval.tasks import TASKS
+    from kvjax.eval.tasks import GROUPS, TASKS
 
     methods = {
         name: method.summary + " (reads a calibration)" * bool(method.calibrated)
@@ -210,6 +210,7 @@ def list_names() -> int:
         for name, make in TASKS.items()
         if "/" not in name
     }
+    tasks |= {name: f"all of {', '.join(parts)}" for name, parts in GROUPS.items()}
     for title, found in (("methods", methods), ("tasks", tasks)):
         width = max(map(len, found))
         print(f"{title}:", *(f"  {name:{width}}  {what}" for name, what in found.items()), sep="\n")

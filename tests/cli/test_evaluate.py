@@ -399,7 +399,7 @@ def test_names_are_listed_without_a_model(capsys):
     assert lines[0] == "methods:"
     names = [line.split()[0] for line in lines]
     assert set(choose_methods("all", calibrated=True)) <= set(names)
-    assert {"needle", "ruler-vt", "longbench"} <= set(names[names.index("tasks:") :])
+    assert {"needle", "ruler-vt", "ruler", "longbench"} <= set(names[names.index("tasks:") :])
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines if line.startswith(" "))
 
 
