@@ -3,8 +3,8 @@
 Each text runs through the model, which is then made to repeat it; what it reads while it does (the
 scores of KVzip and KVzap) is predicted from its hidden states by ridge regression. Then the
 prediction is trained on what the model says behind contexts that were compressed by it. The result
-is a safetensors file for --calibration of the other commands. A run that was stopped goes on where
-it was.
+is a safetensors file for --calibration of the other commands; one that is there keeps what else it
+has of the same model. A run that was stopped goes on where it was.
 
     kvjax calibrate                               # the small model, on the texts of this package
     kvjax calibrate --weights ./Llama-3.1-8B-Instruct --out llama.safetensors
@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from kvjax.cli.command import check_apart, check_output_file
 from kvjax.cli.models import (
     add_devices_option,
     add_model_options,
@@ -100,13 +101,15 @@ def run(options: argparse.Namespace) -> int:
     if options.texts is not None:
         check_whole("--texts", options.texts, 2)
     if options.plot is not None:
-        from kvjax.eval.plots import check_plots
+        from kvjax.eval.plots import check_picture
 
-        check_plots("--plot")
+        check_picture("--plot", options.plot)
+        check_output_file("--plot", options.plot)
     check_model_options(options)
-    out = options.out
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {out.absolute().parent}: make it, or choose another")
+    if options.out is not None:
+        check_output_file("--out", options.out)
+        if options.plot is not None:
+            check_apart("--plot", options.plot, "--out", options.out)
     alone = [f"--{name}" for name in ("heads", "loads", "levels") if getattr(options, name)]
     if options.published is not None:
         if options.data is not None or options.plot is not None:
@@ -161,12 +164,15 @@ def take(options: argparse.Namespace, progress: Progress) -> int:
     """Load the model, and write what others published of it as a calibration."""
     from kvjax.engine.calibrate.published import load_published
 
-    model, _ = load_chosen_model(options, progress)
+    model, dtype = load_chosen_model(options, progress)
+    out = _output(options, model)
+    held = _held(out, model)
     found = load_published(options.published, model)
-    out = options.out or Path(f"{model.config.name}.safetensors")
-    found.save(out)
+    kind, file = found.recipe["kind"], found.recipe["file"]
+    made_of = {"published": f"KVzap, {kind}: {file}"}
+    _beside(held, model, dtype, found.arrays, made_of).save(out)
     progress.clear()
-    print(f"for the method kvzap-{found.recipe['kind']}: {out}", file=sys.stderr)
+    print(f"for the method kvzap-{kind}: {out}", file=sys.stderr)
     return 0
 
 
@@ -177,7 +183,7 @@ def find_heads(options: argparse.Namespace, progress: Progress) -> int:
     from kvjax.engine.calibrate.texts import default_texts
 
     model, dtype = load_chosen_model(options, progress)
-    out = options.out or Path(f"{model.config.name}.safetensors")
+    out = _output(options, model)
     held = _held(out, model)
     arrays = retrieval_heads(model)
     said = "for the methods razor-attention and compresskv"
@@ -200,7 +206,7 @@ def find_loads(options, settings, texts: list[str], progress: Progress) -> int:
     from kvjax.engine.calibrate.run import chosen_prompts
 
     model, _ = load_chosen_model(options, progress)
-    out = options.out or Path(f"{model.config.name}.safetensors")
+    out = _output(options, model)
     found = Calibration.load(out)
     found.check(model.fingerprint, model.config.num_layers)
     for name in (WEIGHT, EXTRA):
@@ -222,7 +228,7 @@ def find_levels(options, settings, texts: list[str], progress: Progress) -> int:
     from kvjax.engine.calibrate.run import chosen_prompts
 
     model, dtype = load_chosen_model(options, progress)
-    out = options.out or Path(f"{model.config.name}.safetensors")
+    out = _output(options, model)
     held = _held(out, model)
     prompts = chosen_prompts(model, texts, dataclasses.replace(settings, fitted=TEXTS))
     arrays = levels_of(model, prompts, TimeLeft(progress))
@@ -236,6 +242,15 @@ def find_levels(options, settings, texts: list[str], progress: Progress) -> int:
     progress.clear()
     print(f"for kvquant4c, kvquant3c and kvquant2c: {out}", file=sys.stderr)
     return 0
+
+
+def _output(options: argparse.Namespace, model) -> Path:
+    """The file that is written: one that can be, before anything is computed."""
+    if options.out is not None:
+        return options.out
+    out = Path(f"{model.config.name}.safetensors")
+    check_output_file("--out", out)
+    return out
 
 
 def _held(out: Path, model):
@@ -267,23 +282,28 @@ def _source(options: argparse.Namespace) -> str:
 def calibrate(options, settings, texts: list[str], progress: Progress) -> int:
     """Load the model, calibrate it, write the file, say how good it is."""
     from kvjax.engine.calibrate import calibrate as run_all
+    from kvjax.engine.calibrate.state import forget
     from kvjax.engine.compilation import enable_compilation_cache
 
     start = time.perf_counter()
     enable_compilation_cache()
     model, dtype = load_chosen_model(options, progress)
-    out = options.out or Path(f"{model.config.name}.safetensors")
+    out = _output(options, model)
+    held = _held(out, model)
     recipe = {"model": model.config.name, "dtype": dtype, "source": _source(options)}
+    state = out.with_name(f".{out.name}.state")
     fit = run_all(
         model,
         texts,
         settings,
-        state=out.with_name(f".{out.name}.state"),
+        state=state,
         recipe=recipe,
         progress=TimeLeft(progress),
     )
     progress.clear()
-    fit.calibration.save(out)
+    made = fit.calibration
+    _beside(held, model, dtype, made.arrays, dict(made.recipe)).save(out)
+    forget(state)
     print(f"{'layer':>5}  {'R2':>5}  {'rank correlation':>16}   (texts held out, mean over heads)")
     rows = zip(fit.explained.mean(axis=1), fit.rank_correlation.mean(axis=1))
     for layer, (good, rank) in enumerate(rows):

@@ -38,13 +38,13 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def check_output_file(option: str, name: str) -> None:
+def check_output_file(option: str, name: str | os.PathLike[str]) -> None:
     """Refuse, before anything slow, a file that could not be written in the end.
 
     Raises:
         UserError: it is a folder, there is no such folder, or it may not be written.
     """
-    path = Path(name)
+    path, name = Path(name), os.fspath(name)
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option} {shown(name)}: there is no such folder")
     try:
@@ -56,6 +56,17 @@ def check_output_file(option: str, name: str) -> None:
         path.unlink()
     except OSError as error:
         raise UserError(f"{option} {shown(name)}: {error.strerror}") from error
+
+
+def check_apart(option: str, path: Path, other: str, others: Path) -> None:
+    """Refuse, before anything slow, an output that another file of the command would be lost to.
+
+    Raises:
+        UserError: both options name the same file.
+    """
+    # Not Path.resolve, which raises where links go round.
+    if os.path.realpath(path) == os.path.realpath(others):
+        raise UserError(f"{option} {shown(str(path))}: that is {other}, too; give another name")
 
 
 def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None = None) -> int:

@@ -23,7 +23,6 @@ from pathlib import Path
 from kvjax import startup
 from kvjax.cli.models import DTYPES
 from kvjax.cli.progress import Progress
-from kvjax.errors import UserError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help="dtype of the stored weights (default: %(default)s)",
     )
-    parser.add_argument("--force", action="store_true", help="replace the output folder")
+    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -46,11 +45,11 @@ def convert(options: argparse.Namespace) -> str:
     from kvjax.models.config import MODELS
     from kvjax.models.hub import resolve_weights
     from kvjax.models.weights import load_params, save_orbax
+    from kvjax.models.weights.orbax_save import check_target
 
     startup.started()
     begin = time.perf_counter()
-    if options.output.exists() and not options.force:
-        raise UserError(f"{options.output} exists already: choose another folder or give --force")
+    check_target(options.output, options.force)
     named = options.source.lower() in MODELS and not Path(options.source).exists()
     with Progress() as line:
         progress = None if options.quiet else line

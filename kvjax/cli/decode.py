@@ -38,6 +38,7 @@ from kvjax.cli.models import (
     add_draft_option,
     add_model_options,
     check_cache_dtypes,
+    check_draft,
     check_model_options,
     chosen_calibration,
     chosen_draft,
@@ -455,17 +456,17 @@ def run(options: argparse.Namespace) -> int:
     import numpy as np
 
     from kvjax.engine.compilation import enable_compilation_cache
-    from kvjax.eval.plots import check_plots, plot_kept
+    from kvjax.eval.plots import check_picture, plot_kept
 
     # What can be refused without a model is refused before one is loaded.
-    settings_of(options)
+    check_draft(options, [settings_of(options)[0].resolved])
     check_cache_dtypes([options.cache_dtype])
     check_model_options(options)
     sizes_of(options)
     options.prompt, options.question = read_prompt(options)
     options.prompt_file = None
     if options.plot is not None:
-        check_plots("--plot")
+        check_picture("--plot", options.plot)
         check_output_file("--plot", options.plot)
     enable_compilation_cache()
 

@@ -5,6 +5,7 @@ is scored on the true answer and on an answer of its own, which is given no begi
 appended to a JSONL file, and a run that was stopped goes on where it was. A Markdown table with
 95 % intervals stands beside it.
 
+    kvjax evaluate --list                       # what --methods and --tasks may name
     kvjax evaluate --quick                      # a small model, minutes on a CPU
     kvjax evaluate --data ./data --tasks needle,kv --methods all --rates 2,8,32
     kvjax evaluate --prompts mine.jsonl --protocols chat,agnostic
@@ -39,10 +40,12 @@ from kvjax.cli.models import (
     add_draft_option,
     add_model_options,
     check_cache_dtypes,
+    check_draft,
     check_model_options,
     chosen_calibration,
     chosen_draft,
     load_chosen_model,
+    runnable,
     usual_method,
 )
 from kvjax.cli.papers import chosen_table
@@ -62,12 +65,14 @@ from kvjax.cli.rows import (
 QUICK = {
     "tasks": "needle,passkey,fact,kv",
     "methods": "random,streaming-llm,h2o,snapkv,pyramidkv-exact,ada-snapkv,tova,kv-compress,"
-    "shared-reads,kvcrush:snapkv",
+    "shared-reads,kvcrush:snapkv,matched:predicted-reads-blind",
     "rates": "4,16,64",
     "length": "512",
     "rows": 2,
 }
-"""What --quick stands for: one method of each family."""
+"""What --quick stands for: one method of each family, the usual one where it is calibrated."""
+SEVERAL = ("all", QUICK["methods"])
+"""What stands for methods of which some may be unable to run."""
 USUAL = {
     "tasks": "needle,passkey,fact,kv",
     "methods": "auto",
@@ -85,6 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser.add_argument_group("model"))
 
     what = parser.add_argument_group("what is compared (lists are separated by commas)")
+    what.add_argument("--list", action="store_true", help="methods and tasks by name, and no more")
     what.add_argument("--quick", action="store_true", help="a small run: minutes on a CPU")
     what.add_argument(
         "--paper",
@@ -93,8 +99,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--methods",
-        help="compression methods, or all (auto: the one of kvjax decode, which a calibration "
-        "decides)",
+        help="compression methods, or all: those among them that read a calibration where the "
+        "model has one (auto: the one of kvjax decode, which a calibration decides)",
     )
     add_calibration_option(what)
     add_draft_option(what)
@@ -145,9 +151,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.list:
+        return list_names()
     # What can be refused without a model is refused before one is loaded.
     from kvjax.cache.config import CALIBRATED
     from kvjax.cache.methods import get_method
+    from kvjax.checks import check_whole
     from kvjax.engine.parallel import check_method
     from kvjax.eval.prompt_codecs import PROMPT_CODECS
     from kvjax.eval.run import variants_of
@@ -167,6 +176,8 @@ def run(options: argparse.Namespace) -> int:
         variant.check(options.tensor_parallel)
     protocols = choose_protocols(options.protocols)
     check_rows(options)
+    check_whole("--details", options.details, 0)
+    check_draft(options, [get_method(variant.method) for variant in variants])
     config = EvaluatorConfig(
         block_size=options.block_size,
         num_slots=16 if options.batch is None else options.batch,
@@ -184,13 +195,35 @@ def run(options: argparse.Namespace) -> int:
         )
 
 
+def list_names() -> int:
+    """Print what methods and tasks there are, a line each."""
+    from kvjax.cache.methods import METHODS
+    from kvjax.eval.tasks import GROUPS, TASKS
+
+    methods = {
+        name: method.summary + " (reads a calibration)" * bool(method.calibrated)
+        for name, method in METHODS.items()
+    }
+    # Parts of data sets have no words of their own.
+    tasks = {
+        name: (make.__doc__ or "").partition("\n")[0]
+        for name, make in TASKS.items()
+        if "/" not in name
+    }
+    tasks |= {name: f"all of {', '.join(parts)}" for name, parts in GROUPS.items()}
+    for title, found in (("methods", methods), ("tasks", tasks)):
+        width = max(map(len, found))
+        print(f"{title}:", *(f"  {name:{width}}  {what}" for name, what in found.items()), sep="\n")
+    return 0
+
+
 def _methods(options: argparse.Namespace) -> list[str]:
     """Names of the methods asked for; of those that --quick and all stand for, the ones that can
     run on so many devices."""
     from kvjax.cache.methods import get_method
 
-    names = choose_methods(options.methods)
-    if options.tensor_parallel == 1 or options.methods not in ("all", QUICK["methods"]):
+    names = choose_methods(options.methods, calibrated=True)
+    if options.tensor_parallel == 1 or options.methods not in SEVERAL:
         return names
     alone = [name for name in names if get_method(name).across_heads]
     if alone:
@@ -222,7 +255,7 @@ def evaluate(
     from kvjax.eval.results import ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run as run_all
-    from kvjax.eval.run import tokenised
+    from kvjax.eval.run import settings_read, tokenised
     from kvjax.eval.scorers import check_library
     from kvjax.eval.sizes import slots_for
     from kvjax.eval.table import EVERY, report
@@ -236,6 +269,10 @@ def evaluate(
             dataclasses.replace(v, method=usual) if v.method == CALIBRATED else v for v in variants
         ]
     named = [get_method(name) for name in dict.fromkeys(v.method for v in variants)]
+    if options.methods in SEVERAL:
+        able = runnable(options, model, named, progress)
+        named = [method for method in named if method.name in able]
+        variants = [variant for variant in variants if variant.method in able]
     calibration = chosen_calibration(options, model, named, progress)
     if calibration is None and options.calibration == "auto":
         # Making one is for methods: it has no levels.
@@ -274,17 +311,19 @@ def evaluate(
         "max_new_tokens": config.max_new_tokens,
         "context_length": evaluator.limit,
     }
-    if options.draft is not None:
-        settings["draft"] = options.draft
-    if calibration is not None:
-        settings["calibration"] = calibration.recipe.get("data", "")
-        if "levels_data" in calibration.recipe:
-            settings["levels"] = calibration.recipe["levels_data"]
+    recipe = {} if calibration is None else calibration.recipe
+    given = {
+        "calibration": None if calibration is None else recipe.get("data", ""),
+        "levels": recipe.get("levels_data"),
+        "draft": options.draft,
+    }
+    read = {name for variant in variants for name in settings_read(variant.label)}
+    settings |= {name: given[name] for name in sorted(read)}
     limit = f"{evaluator.limit} tokens"
     if paper is not None:
         settings["paper"], limit = paper.name, f"the paper's, or than {limit} with their answer"
     status = 0
-    with ResultsFile(options.out, settings) as file:
+    with ResultsFile(options.out, settings, settings_read) as file:
         held = len(file.results)
         try:
             left = TimeLeft(progress)
@@ -303,8 +342,11 @@ def evaluate(
                 page, end = report(file.results, "Cache compression compared", notes), EVERY
             else:
                 page, end = papers.page(paper, file.results, notes), papers.EVERY
-            table.write_text(page, encoding="utf-8")
-            print(page.split(end)[0].rstrip())
+            try:
+                table.write_text(page, encoding="utf-8")
+            finally:
+                # Told even where it cannot be written any more.
+                print(page.split(end)[0].rstrip())
     seconds = time.perf_counter() - start
     print(
         f"\n{len(file.results) - held} results in {spell(seconds)} "

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvjax import startup
-from kvjax.checks import check_whole
+from kvjax.checks import check_whole, shown
 from kvjax.cli.progress import Progress, TimeLeft
+from kvjax.errors import UserError
 
 if TYPE_CHECKING:
     from kvjax.cache import Method
@@ -144,6 +145,19 @@ def add_draft_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
     )
 
 
+def check_draft(options: argparse.Namespace, methods: "Iterable[Method]") -> None:
+    """Refuse, before a model is loaded, a model that would draft for nobody.
+
+    Raises:
+        UserError: none of the methods looks ahead.
+    """
+    if options.draft is not None and not any(method.drafts for method in methods):
+        raise UserError(
+            f"--draft {shown(options.draft)}: no method here looks ahead; leave it out, or take "
+            "the method speckv"
+        )
+
+
 def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) -> "LLM | None":
     """The engine of the option `--draft`, for one prompt of so many tokens at a time, its cache
     compressed 4× by the usual method of its model.
@@ -211,6 +225,37 @@ def _made(model: "LoadedModel", progress: Progress) -> "Calibration":
         file=sys.stderr,
     )
     return make(model, TimeLeft(progress))
+
+
+def runnable(
+    options: argparse.Namespace,
+    model: "LoadedModel",
+    methods: "Iterable[Method]",
+    progress: Progress,
+) -> set[str]:
+    """Names of those methods that the calibration at hand has all arrays for; the others are told.
+
+    None is made. What is found becomes the value of `--calibration`, so that it is looked up once.
+
+    Raises:
+        UserError: the calibration that the option names is no such file, or of another model.
+    """
+    from kvjax.engine.calibrate.shelf import AUTO, find
+
+    methods = list(methods)
+    if options.calibration == AUTO:
+        found = find(model)
+    else:
+        found = chosen_calibration(options, model, methods, progress)
+    options.calibration = found or "none"
+    arrays = set(found.arrays if found else ())
+    names = {method.name for method in methods if arrays.issuperset(method.calibrated)}
+    lacking = [method.name for method in methods if method.name not in names]
+    if lacking:
+        progress.clear()
+        told = "left out, as they need what `kvjax calibrate` (or --heads, --import) makes"
+        print(f"{told}: {', '.join(lacking)}", file=sys.stderr)
+    return names
 
 
 def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Progress) -> str:

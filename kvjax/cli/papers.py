@@ -49,7 +49,7 @@ def chosen_table(options: argparse.Namespace) -> "PaperTable":
         if not table.kept and options.rates is None:
             raise UserError(f"--paper {table.name} has the full cache alone: give --rates, too")
         rates = [] if options.rates is None else rates_of(options.rates)
-        table = table.beside(choose_methods(options.methods), rates)
+        table = table.beside(choose_methods(options.methods, calibrated=True), rates)
     folder = find_data(options, [table.task]).get(table.task)
     if folder is None:
         raise UserError(f"--paper {table.name} needs prompts: give --{table.task} or --data")

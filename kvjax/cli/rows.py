@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli.command import check_apart, check_output_file
 from kvjax.errors import UserError
 
 
@@ -92,12 +93,13 @@ def rates_of(text: str) -> list[float]:
     return rates
 
 
-def choose_methods(text: str) -> list[str]:
-    """Names of methods, checked; "all" stands for those that need no calibration."""
+def choose_methods(text: str, *, calibrated: bool = False) -> list[str]:
+    """Names of methods, checked; "all" stands for those that need no calibration, or for every
+    one if `calibrated`."""
     from kvjax.cache.methods import METHODS, get_method
 
     if text == "all":
-        return [name for name, method in METHODS.items() if not method.calibrated]
+        return [name for name, method in METHODS.items() if calibrated or not method.calibrated]
     return [get_method(name).name for name in split_list("methods", text)]
 
 
@@ -203,10 +205,15 @@ def table_beside(options: argparse.Namespace) -> Path:
     """Where the Markdown page goes: --table, or a name like that of --out.
 
     Raises:
-        UserError: there is no folder for one of the two.
+        UserError: one of the two cannot be written, or is another file of the command.
     """
+    check_output_file("--out", options.out)
     table = options.table or options.out.with_suffix(".md")
-    for path in (options.out, table):
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no such folder")
+    check_output_file("--table", table)
+    check_apart("--out", options.out, "the Markdown page (--table)", table)
+    read = [("--prompts", Path(name)) for name in options.prompts]
+    read += [(f"--{name}", path) for name in PLACES if (path := getattr(options, name))]
+    for option, path in read:
+        check_apart("--out", options.out, option, path)
+        check_apart("--table", table, option, path)
     return table

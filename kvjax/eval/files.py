@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -28,7 +29,7 @@ def open_text(path: Path) -> Iterator[IO[str]]:
                 yield file
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: convert it, for instance with iconv") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {path}: {why}") from error
 
@@ -70,7 +71,7 @@ def read_texts(path: Path) -> list[str]:
     for file in files:
         try:
             texts += [text for text in _texts_of(file) if text.strip()]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is not what its name says: {error}") from error
     if not texts:
         raise UserError(f"{path} holds no text")

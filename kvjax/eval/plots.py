@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.extras import check_extra
 
@@ -20,6 +21,26 @@ def check_plots(what: str) -> None:
         UserError: matplotlib is not installed.
     """
     check_extra("matplotlib", "plots", what)
+
+
+def check_picture(option: str, path: str | Path) -> None:
+    """Refuse, before anything slow, a picture that could not be drawn in the end.
+
+    Args:
+        option: asks for it.
+        path: its file; the ending decides the format.
+
+    Raises:
+        UserError: matplotlib is not installed, or has no such format.
+    """
+    check_plots(option)
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if Path(path).suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise UserError(
+            f"{option} {shown(str(path))}: there are no such pictures; give a name that ends in "
+            ".png, .svg or .pdf"
+        )
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -7,12 +7,14 @@ its own, without special tokens of the tokenizer's, and no BOS is added.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.eval.files import open_text
 from kvjax.eval.scorers import check_metric, needs_answer
@@ -107,7 +109,7 @@ def row_from(values: Any) -> Row:
             fits = fits and all(isinstance(text, str) for text in value)
             known[name] = tuple(value)
         if not fits:
-            raise ValueError(f"{name} {value!r} is no {called}")
+            raise ValueError(f"{name} {shown(value)} is no {called}")
     return Row(**known)
 
 
@@ -121,6 +123,10 @@ class Skipped:
         self.reasons.append(f"{source} row {number}: {reason}")
 
 
+_HALF, _SPELT = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD]")
+"""Half of a surrogate pair: what JSON can spell, and no tokenizer and no results file can take."""
+
+
 def read_jsonl(path: Path, skipped: Skipped) -> Iterator[tuple[int, Any]]:
     """Number (from 1) and value of every row of a .jsonl or .jsonl.gz file.
 
@@ -132,9 +138,14 @@ def read_jsonl(path: Path, skipped: Skipped) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                skipped.add(path.name, number, f"no JSON ({error.msg})")
+                value = json.loads(line)
+                if _SPELT.search(line) and _HALF.search(json.dumps(value, ensure_ascii=False)):
+                    raise ValueError("it holds half of a surrogate pair, which is no text")
+            except (ValueError, RecursionError) as error:
+                # Not every number of many digits, nor every depth of lists, is one to Python.
+                skipped.add(path.name, number, f"no JSON ({getattr(error, 'msg', error)})")
+            else:
+                yield number, value
 
 
 def read_prompts(path: Path, skipped: Skipped) -> list[Row]:

@@ -1,11 +1,15 @@
 """A whole evaluation: methods × rates × rows × protocols, resumable."""
 
+import functools
+import re
 import zlib
 from collections.abc import Sequence
 
+from kvjax.cache import get_method
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
-from kvjax.eval.results import ResultsFile
+from kvjax.eval.prompt_codecs import PROMPT_CODECS
+from kvjax.eval.results import OF_METHODS, ResultsFile
 from kvjax.eval.rows import Row, Skipped, TokenRow
 from kvjax.eval.sizes import Variant, bucket
 from kvjax.models.hub import Progress
@@ -24,6 +28,27 @@ def variants_of(
     return found + [Variant(m, float(r), kind) for kind in kinds for m in others for r in rates]
 
 
+@functools.cache
+def settings_read(label: str) -> frozenset[str]:
+    """Which of `OF_METHODS` the rows of a method follow from; of one that is not known, all.
+
+    Args:
+        label: what rows call it, as `Variant.label`.
+    """
+    name, _, stored = label.partition(" in ")
+    try:
+        method = get_method(re.sub(r" at \d+ tokens$", "", name))
+    except UserError:
+        return frozenset(OF_METHODS)
+    levels = stored in PROMPT_CODECS and PROMPT_CODECS[stored].calibrated
+    reads = {
+        "calibration": bool(method.calibrated),
+        "levels": bool(levels),
+        "draft": method.drafts,
+    }
+    return frozenset(name for name in OF_METHODS if reads[name])
+
+
 def tokenised(
     evaluator: Evaluator, rows: Sequence[Row], skipped: Skipped
 ) -> list[tuple[Row, TokenRow]]:
@@ -39,7 +64,7 @@ def tokenised(
             continue
         try:
             ready[row.id] = row, evaluator.tokenise(row)
-        except ValueError as error:
+        except (ValueError, UserError) as error:
             skipped.add(row.task, number, str(error))
     if not ready:
         raise UserError(f"no row is left: {skipped.reasons[-1] if skipped.reasons else 'none'}")

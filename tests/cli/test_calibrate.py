@@ -13,8 +13,10 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cli import main_of
 from kvjax.cli.main import run_command
+from kvjax.engine.calibrate import Fit
 from kvjax.engine.calibrate.generated import generated_text
 from kvjax.engine.calibrate.levels import KEY_RANGE
+from kvjax.errors import UserError
 
 CALIBRATE = functools.partial(run_command, "calibrate")
 EVALUATE = functools.partial(run_command, "evaluate")
@@ -112,7 +114,11 @@ def test_data_that_does_not_do_is_refused(tiny_folder, tmp_path, capsys, content
         (["--tokens", "3"], "tokens"),
         (["--texts", "1"], "--texts"),
         (["--exercises", "-1"], "exercises"),
-        (["--out", "/nowhere/at/all/x"], "there is no folder /nowhere/at/all"),
+        (["--out", "/nowhere/at/all/x"], "--out '/nowhere/at/all/x': there is no such folder"),
+        (["--out", "/dev"], "--out '/dev': it is there and cannot be written"),
+        (["--plot", "/nowhere/x.png"], "--plot '/nowhere/x.png': there is no such folder"),
+        (["--plot", "x.xyz"], "--plot 'x.xyz': there are no such pictures; give a name that ends"),
+        (["--out", "x.png", "--plot", "./x.png"], "--plot 'x.png': that is --out, too"),
         (["--data", "/nowhere"], "there is no /nowhere"),
         (["--heads", "--data", "/nowhere"], "give no --data"),
         (["--heads", "--import", "/nowhere"], "give one of them"),
@@ -131,6 +137,67 @@ def test_options_are_refused_before_a_model_is_loaded(capsys, options, said):
     assert main_of(CALIBRATE, ["--weights", "/no/weights", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+@pytest.fixture
+def fitted(monkeypatch):
+    """What the command calls to calibrate is made up; the states that it was given."""
+    states = []
+
+    def fit(model, texts, settings, *, state, recipe, progress):
+        for path in (state, state.with_name(f"{state.name}.choice")):
+            path.touch()
+        states.append(state)
+        made = Calibration({"reads_weight": np.ones((2, 3))}, model.fingerprint, recipe)
+        return Fit(made, np.ones((2, 3)), np.ones((2, 3)), {}, 3, 9)
+
+    monkeypatch.setattr("kvjax.engine.calibrate.calibrate", fit)
+    return states
+
+
+def test_what_was_done_is_kept_until_it_is_saved(
+    tiny_folder, tmp_path, monkeypatch, capsys, fitted
+):
+    out = tmp_path / "own.safetensors"
+    command = ["--weights", str(tiny_folder), "--out", str(out)]
+
+    def full(*_):
+        raise UserError("no space")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Calibration, "save", full)
+        assert main_of(CALIBRATE, command) == 2
+    assert not out.exists()
+    kept = [".own.safetensors.state", ".own.safetensors.state.choice"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert main_of(CALIBRATE, command) == 0
+    assert list(tmp_path.iterdir()) == [out]
+    # A file that could not be written in the end is refused first, the usual one, too.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{Calibration.load(out).recipe['model']}.safetensors").mkdir()
+    fitted.clear()
+    capsys.readouterr()
+    assert main_of(CALIBRATE, command[:2]) == 2
+    assert "it is there and cannot be written" in capsys.readouterr().err
+    assert fitted == []
+
+
+def test_a_calibration_beside_what_a_file_has(tiny_folder, tmp_path, capsys, fitted):
+    out = tmp_path / "own.safetensors"
+    command = ["--weights", str(tiny_folder), "--out", str(out)]
+    assert main_of(CALIBRATE, command) == 0
+    made = Calibration.load(out)
+    made.with_arrays({"retrieval_head": np.zeros((2, 3))}, {"heads": "mine"}).save(out)
+    assert main_of(CALIBRATE, command) == 0
+    again = Calibration.load(out)
+    assert sorted(again.arrays) == ["reads_weight", "retrieval_head"]
+    assert again.recipe == {**made.recipe, "heads": "mine"}
+    out.write_text("a letter")
+    fitted.clear()
+    capsys.readouterr()
+    assert main_of(CALIBRATE, command) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: calibration {out}: ")
+    assert (out.read_text(), fitted) == ("a letter", [])
 
 
 def test_heads_in_a_new_file_and_in_one_that_is_there(tiny_folder, tmp_path, monkeypatch):

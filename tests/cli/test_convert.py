@@ -90,9 +90,15 @@ def test_force(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert stderr.startswith(f"error: {out} exists already")
     assert "--force" in stderr
     assert (out / "precious").exists()
-    assert main_of(CONVERT, [str(source), str(out), "--force", "--quiet"]) == 0
-    assert not (out / "precious").exists()
-    load_params(out)
+    # What this command did not write is not its to replace; nothing is loaded before that is said.
+    for kept in (out, out / "precious"):
+        assert main_of(CONVERT, ["/no/source", str(kept), "--force"]) == 2
+        assert f"error: {kept} is no checkpoint that kvjax wrote" in capsys.readouterr().err
+    assert (out / "precious").read_text() == "data"
+    (out / "precious").unlink()
+    for _ in ("an empty folder", "a checkpoint"):
+        assert main_of(CONVERT, [str(source), str(out), "--force", "--quiet"]) == 0
+        load_params(out)
 
 
 def test_bad_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,9 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
         (("--top-p", "2"), "top_p 2.0"),
         (("--prefill-chunk", "8"), "prefill_chunk of 8"),
         (("--plot", "/no/such/folder/kept.png"), "no such folder"),
-        (("--plot", "kept.nonsense"), "kept.nonsense"),
+        (("--plot", "kept.nonsense"), "--plot 'kept.nonsense': there are no such pictures"),
+        (("--draft", "x", "--method", "h2o"), "--draft 'x': no method here looks ahead"),
+        (("--draft", "x"), "--draft 'x': no method here looks ahead"),
         (("--compress-every", "0"), "compress_every 0"),
         (
             ("--kv-dtype", "int3"),

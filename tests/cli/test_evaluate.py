@@ -8,14 +8,19 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvjax.cache.config import UNCALIBRATED
+from kvjax.cache.calibration import Calibration
+from kvjax.cache.config import CALIBRATED, UNCALIBRATED
+from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import run_command
 from kvjax.cli.rows import choose_methods, fill_in
 from kvjax.errors import UserError
+from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
 from tests.tiny import TINY
 
@@ -164,7 +169,8 @@ def test_another_model_drafts(tiny, tiny_folder, prompts, tmp_path):
     assert code == 0, err
     found = read(tmp_path / "r.jsonl")
     assert {one["method"] for one in found} == {"full", "speckv", "kvzip"}
-    assert {one["settings"]["draft"] for one in found} == {str(tiny_folder)}
+    drafts = {one["method"]: one["settings"].get("draft") for one in found}
+    assert drafts == {"full": None, "speckv": str(tiny_folder), "kvzip": None}
 
 
 def test_prompts_stored_whole_are_compared_by_their_bytes(tiny, prompts, tmp_path):
@@ -203,6 +209,29 @@ def test_more_methods_and_rates_are_added_to_a_file(tiny, prompts, tmp_path):
     ]
 
 
+def test_calibrated_methods_are_added_to_a_file_of_others_and_the_reverse(
+    tiny, tiny_folder, prompts, tmp_path
+):
+    fingerprint = load_model(weights=str(tiny_folder), dtype="float32").fingerprint
+
+    def run(method, data):
+        file = tmp_path / f"{data}.safetensors"
+        Calibration({HEAD_BUDGET: np.ones((2, 2), np.float32)}, fingerprint, {"data": data}).save(
+            file
+        )
+        given = ("--prompts", prompts, "--rates", 2, "--methods", method, "--calibration", file)
+        return tiny(*given, "--free-tokens", 0)
+
+    for method, data in (("kv-compress", "mine"), ("duo-heads", "mine"), ("snapkv", "yours")):
+        assert run(method, data)[0] == 0
+    found = {row["method"]: row["settings"] for row in read(tmp_path / "r.jsonl")}
+    assert set(found) == {"full", "kv-compress", "duo-heads", "snapkv"}
+    assert [name for name in found if "calibration" in found[name]] == ["duo-heads"]
+    assert found["duo-heads"]["calibration"] == "mine"
+    code, _, err = run("duo-heads", "yours")
+    assert (code, "calibration mine, and this run has yours" in err) == (2, True)
+
+
 def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
     code, _, err = tiny("--tasks", "needle", "--context-length", 150)
     assert code == 0, err
@@ -236,6 +265,11 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
         (("--tasks", "xsum"), "give --xsum or --data"),
         (("--prompts", "/no/such/prompts"), "No such file"),
         (("--out", "/no/such/folder/r.jsonl"), "no such folder"),
+        (("--out", "/dev"), "--out '/dev': it is there and cannot be written"),
+        (("--table", "/dev"), "--table '/dev': it is there and cannot be written"),
+        (("--details", "-1"), "--details -1"),
+        (("--length", "99999999999"), "lengths (99999999999,): give numbers from 32 to"),
+        (("--draft", "small"), "--draft 'small': no method here looks ahead"),
         (("--model", "lama3-8b"), "llama3-8b"),
         (("--context-length", "10"), "no row is left"),
         (("--tensor-parallel", "0"), "tensor_parallel 0"),
@@ -261,6 +295,33 @@ def test_bad_input_gets_one_line(tiny, arguments, says):
     assert last.startswith("error: ")
     assert says in last
     assert "Traceback" not in err
+
+
+def test_no_file_of_a_run_is_lost_to_another(tiny, prompts, tmp_path):
+    page, kept = tmp_path / "r.md", prompts.read_text()
+    page.write_text("a haystack")
+    (tmp_path / "x").mkdir()
+    for given, option, other in (
+        (("--out", page), "--out", "the Markdown page (--table)"),
+        (("--table", tmp_path / "x" / ".." / "r.jsonl"), "--out", "the Markdown page (--table)"),
+        (("--out", prompts), "--out", "--prompts"),
+        (("--table", prompts), "--table", "--prompts"),
+        (("--haystack", page), "--table", "--haystack"),
+    ):
+        code, _, err = tiny("--prompts", prompts, *given)
+        assert (code, err.startswith(f"error: {option} '/")) == (2, True)
+        assert err.endswith(f": that is {other}, too; give another name\n")
+        assert (prompts.read_text(), page.read_text()) == (kept, "a haystack")
+
+
+def test_the_page_is_told_even_where_it_cannot_be_written(tiny, prompts, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "r.md")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, out, err = tiny("--prompts", prompts, "--free-tokens", 0)
+    assert (code, "error: r.md: No space left" in err) == (2, True)
+    assert "## The full cache" in out
 
 
 def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
@@ -290,6 +351,8 @@ def test_quick_names_what_there_is(capsys):
     assert len(every) > 40
     assert "compactor" in every
     assert "duo-heads" not in every
+    assert set(choose_methods("all", calibrated=True)) - set(every) > {CALIBRATED, "duo-heads"}
+    assert CALIBRATED in choose_methods(evaluate.QUICK["methods"])
     options = options_of("--quick", "--rows", "3")
     assert (options.rows, options.length) == (3, evaluate.QUICK["length"])
     assert options_of("--quick", "--prompts", "x").tasks is None
@@ -297,14 +360,48 @@ def test_quick_names_what_there_is(capsys):
     alone = {"random", "tova", "shared-reads"}
     for given, wanted in ((["--quick"], evaluate.QUICK["methods"]), (["--methods", "all"], "all")):
         options = options_of(*given, "--tensor-parallel", "2")
-        left = set(choose_methods(wanted)) - set(evaluate._methods(options))
-        assert alone <= left < set(choose_methods(wanted))
+        every = choose_methods(wanted, calibrated=True)
+        left = set(every) - set(evaluate._methods(options))
+        assert alone <= left < set(every)
         said = capsys.readouterr().err
         assert all(name in said for name in alone)
-        assert evaluate._methods(options_of(*given)) == choose_methods(wanted)
+        assert evaluate._methods(options_of(*given)) == every
     assert evaluate._methods(options_of("--methods", "tova", "--tensor-parallel", "2")) == ["tova"]
     with pytest.raises(UserError, match="did you mean"):
         choose_methods("snapvk")
+
+
+def test_of_several_methods_those_run_whose_arrays_there_are(
+    tiny, tiny_folder, prompts, tmp_path, monkeypatch
+):
+    few = "kv-compress,duo-heads,triattention"
+    monkeypatch.setattr(evaluate, "SEVERAL", ("all", few))
+    fingerprint = load_model(weights=str(tiny_folder), dtype="float32").fingerprint
+    file = tmp_path / "heads.safetensors"
+    Calibration({HEAD_BUDGET: np.ones((2, 2), np.float32)}, fingerprint).save(file)
+    given = ("--prompts", prompts, "--rates", 2, "--methods", few, "--free-tokens", 0)
+    for calibration, run, left in (
+        ("auto", {"full", "kv-compress"}, "duo-heads, triattention"),
+        (file, {"full", "kv-compress", "duo-heads"}, "triattention"),
+    ):
+        code, _, err = tiny(*given, "--calibration", calibration)
+        assert code == 0, err
+        assert {row["method"] for row in read(tmp_path / "r.jsonl")} == run
+        (told,) = [line for line in err.splitlines() if line.startswith("left out, as they need")]
+        assert told.endswith(f"makes: {left}")
+    # One that is named is never left out.
+    code, _, err = tiny(*given, "--methods", "triattention", "--calibration", file)
+    assert (code, "triattention" in err) == (2, True)
+
+
+def test_names_are_listed_without_a_model(capsys):
+    assert main_of(EVALUATE, ["--list", "--weights", "/no/weights"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "methods:"
+    names = [line.split()[0] for line in lines]
+    assert set(choose_methods("all", calibrated=True)) <= set(names)
+    assert {"needle", "ruler-vt", "ruler", "longbench"} <= set(names[names.index("tasks:") :])
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines if line.startswith(" "))
 
 
 @pytest.mark.slow

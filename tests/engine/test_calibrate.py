@@ -35,6 +35,7 @@ from kvjax.engine.calibrate.fit import (
     target,
 )
 from kvjax.engine.calibrate.generated import KINDS, generated_text, planted
+from kvjax.engine.calibrate.state import forget
 from kvjax.engine.calibrate.teacher import Lesson, lesson
 from kvjax.engine.calibrate.texts import GENERATED, default_texts
 from kvjax.engine.dense import dense_pass
@@ -309,11 +310,18 @@ def test_a_run_that_was_stopped_goes_on(model, fit, tmp_path):
     assert again[0] == ("calibrating", 8, 12)
     assert ("fitting", 12, 12) in again
     assert again[-1] == ("counting what heads keep", 11, 12)
-    assert not state.exists()
     assert found.calibration.recipe == fit.calibration.recipe
     for name, array in fit.calibration.arrays.items():
         np.testing.assert_array_equal(found.calibration.arrays[name], array)
     np.testing.assert_array_equal(found.rank_correlation, fit.rank_correlation)
+    # Its result may still get lost: only who has saved it forgets the state.
+    again.clear()
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, TEXTS, SETTINGS, state=state, progress=_stop_at(12, again))
+    assert again == [12]
+    state.with_name("state.choice").touch()
+    forget(state)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("how", ["noise", "other texts"])

@@ -253,9 +253,15 @@ def test_practice_gains_what_it_says_and_goes_on_where_it_was(model, fitted, tmp
         progress=lambda *at: told.append(at),
     )  # fmt: skip
     assert told[0] == ("training the choice", 2 + 8, 14)
-    assert not state.exists()
     np.testing.assert_array_equal(again.weight, whole.weight)
     assert again.after == whole.after
+    # All of it is kept until its result is saved.
+    told.clear()
+    practise(
+        model, TEXTS, fitted, PRACTICE, state=state, key="k",
+        progress=lambda *at: told.append(at),
+    )  # fmt: skip
+    assert {what for what, *_ in told} == {"checking"}
 
 
 def test_training_that_gains_nothing_changes_nothing(model, fitted, monkeypatch):

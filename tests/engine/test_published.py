@@ -102,6 +102,12 @@ def test_the_command_writes_a_calibration(tiny_folder, tmp_path, capsys, model):
     found = Calibration.load(out)
     found.check(model.fingerprint, L)
     assert set(found.arrays) == set(LINEAR)
+    found.with_arrays({"mine": np.ones((L, 3))}, {"source": "mine"}).save(out)
+    assert run() == 0
+    again = Calibration.load(out)
+    assert set(again.arrays) == {"mine", *LINEAR}
+    assert again.recipe == {**found.recipe, "source": "mine"}
+    capsys.readouterr()
     assert run("--data", folder) == 2
     assert "give no --data" in capsys.readouterr().err
 

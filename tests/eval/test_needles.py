@@ -250,6 +250,7 @@ def test_what_cannot_be():
         get_task("nedle")
     with pytest.raises(UserError, match="too short for this task's prompt"):
         rows_of(["needle"], lengths=(40,))
-    for values in ({"lengths": ()}, {"lengths": (8,)}, {"rows": 0}, {"seed": -1}):
+    lengths = [{"lengths": these} for these in ((), (8,), (10**11,))]
+    for values in (*lengths, {"rows": 0}, {"seed": -1}):
         with pytest.raises(UserError):
             TaskOptions(**values)  # pyright: ignore[reportArgumentType]

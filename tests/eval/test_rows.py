@@ -3,13 +3,16 @@
 import dataclasses
 import gzip
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.files import read_texts
-from kvjax.eval.rows import SEGMENTS, Skipped, Turn, read_prompts, row_from, tokenise
+from kvjax.eval.rows import SEGMENTS, Skipped, TokenRow, Turn, read_prompts, row_from, tokenise
+from kvjax.eval.run import tokenised
 from kvjax.models.tokenizer import ByteTokenizer
 from tests.eval.conftest import make_row
 
@@ -141,17 +144,21 @@ def test_missing_fields_and_other_values_are_refused():
 def test_malformed_rows_of_a_file_are_counted_by_number(tmp_path, packed):
     lines = [json.dumps(ROW), "", "{", json.dumps({**ROW, "id": "2", "answers": ["x"], "more": 1})]
     lines.append(json.dumps({**ROW, "target": ""}))
+    # What JSON can spell and nothing can read.
+    lines.append(json.dumps({**ROW, "id": "3", "context": "half \ud83d of a face"}))
+    lines += ["9" * 5000, "[" * 100_000, json.dumps({**ROW, "id": "\U0001f600"})]
     path = tmp_path / ("rows.jsonl" + ".gz" * packed)
     data = "\n".join(lines).encode()
     path.write_bytes(gzip.compress(data) if packed else data)
     skipped = Skipped()
     rows = read_prompts(path, skipped)
-    assert [row.id for row in rows] == ["1", "2"]
+    assert [row.id for row in rows] == ["1", "2", "\U0001f600"]
     assert rows[1].answers == ("x",)
     assert [reason.split(":")[0] for reason in skipped.reasons] == [
         f"{path.name} row 3",
-        f"{path.name} row 5",
+        *(f"{path.name} row {number}" for number in (5, 6, 7, 8)),
     ]
+    assert "half of a surrogate pair" in skipped.reasons[2]
 
 
 def test_files_that_do_not_do(tmp_path):
@@ -166,9 +173,25 @@ def test_files_that_do_not_do(tmp_path):
     with pytest.raises(UserError, match="not UTF-8"):
         read_prompts(latin, Skipped())
     cut = tmp_path / "cut.jsonl.gz"
-    cut.write_bytes(gzip.compress(json.dumps(ROW).encode())[:-9])
-    with pytest.raises(UserError, match="cannot read"):
-        read_prompts(cut, Skipped())
+    whole = gzip.compress(json.dumps(ROW).encode() * 9)
+    # Too short, and with bits turned around.
+    for data in (whole[:-9], whole[:10] + bytes(255 - byte for byte in whole[10:])):
+        cut.write_bytes(data)
+        with pytest.raises(UserError, match="cannot read"):
+            read_prompts(cut, Skipped())
+
+
+def test_rows_that_a_tokenizer_refuses_are_counted():
+    def tokenise(row):
+        if row.id == "bad":
+            raise UserError("no such text")
+        return TokenRow((np.zeros(9, np.int32),), np.zeros(1, np.int32), 0)
+
+    skipped = Skipped()
+    evaluator = Mock(spec=Evaluator, tokenise=tokenise)
+    found = tokenised(evaluator, [make_row(id="good"), make_row(id="bad")], skipped)
+    assert [row.id for row, _ in found] == ["good"]
+    assert [reason.partition(" ")[2] for reason in skipped.reasons] == ["row 2: no such text"]
 
 
 def test_texts_come_from_files_and_folders(tmp_path):
@@ -181,6 +204,7 @@ def test_texts_come_from_files_and_folders(tmp_path):
     for name, content, says in (
         ("d.json", "[]", "is not what its name says"),
         ("e.txt", " ", "holds no text"),
+        ("f.json", "[" * 100_000, "is not what its name says"),
     ):
         (tmp_path / name).write_text(content)
         with pytest.raises(UserError, match=says):

@@ -20,8 +20,8 @@ def result(task, number, method, rate, *, kvs=100, em=1, kl=0.0, protocol="chat"
         "id": f"{task}/dev/1024/5/{number}", "task": task, "protocol": protocol,
         "method": method, "rate": rate, "digest": f"{task}{number}", "em": em, "kl": kl,
         "metric": "nll" if task == "continuation" else "em", "kvs": kvs, "kvs_full": 100,
-        "bytes": 4 * kvs, "bytes_full": 800, "seconds": {"prefill": 2.0, "select": 0.1},
-        "settings": {"model": "m"}, **more,
+        "bytes": 4 * kvs, "bytes_full": 800, "settings": {"model": "m"}, "length": 1024,
+        "seconds": {"prefill": 2.0, "select": 0.1, "score": 0, "decode": 0}, "depth": None, **more,
     }  # fmt: skip
 
 

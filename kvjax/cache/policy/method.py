@@ -141,6 +141,11 @@ class Method:
         return self.scorer is not None and self.scorer.probed
 
     @property
+    def drafts(self) -> bool:
+        """Whether a draft says what may come behind the prompt; see `Probed.drafts`."""
+        return getattr(self.scorer, "drafts", 0) > 0
+
+    @property
     def rescored(self) -> bool:
         """Whether held KVs are scored anew at an eviction; see `Scorer.rescored`."""
         return self.scorer is not None and self.scorer.rescored

@@ -205,7 +205,7 @@ def practise(
         if at.done % practice.exercises == 0:
             at.taught = optax.tree.add(at.taught, at.mean)
             at.change, at.mean, at.moments = none, none, adam.init(none)
-        if state is not None and at.done % SAVE_EVERY == 0:
+        if state is not None and (at.done % SAVE_EVERY == 0 or at.done == total):
             at.save(state, key)
     taught = optax.tree.scale(1 / practice.trainings, at.taught)
     after = checked(taught, HELD_OUT + total)
@@ -214,8 +214,6 @@ def practise(
         weight, extra = (np.asarray(x, np.float32) for x in changed)
     else:
         weight, extra, after = np.asarray(fitted.weight), np.asarray(fitted.extra), at.before
-    if state is not None:
-        state.unlink(missing_ok=True)
     return Practised(weight, extra, at.before, after)
 
 

@@ -32,7 +32,7 @@ from kvjax.engine.calibrate.fit import (
 )
 from kvjax.engine.calibrate.loads import head_load
 from kvjax.engine.calibrate.practice import Practice, Practised, practise
-from kvjax.engine.calibrate.state import load, save
+from kvjax.engine.calibrate.state import OF_CHOICE, load, save
 from kvjax.engine.calibrate.teacher import LESSON, Lesson, lesson
 from kvjax.engine.parallel import SAME
 from kvjax.engine.probe import request_tokens
@@ -124,8 +124,8 @@ def calibrate(
         model: the model.
         texts: what it is calibrated on; each is used up to `settings.tokens` tokens.
         settings: how.
-        state: a file that keeps what is done; a run that was stopped goes on from it, and it is
-            removed at the end.
+        state: a file that keeps what is done; a run that was stopped goes on from it. Once the
+            result is saved, `kvjax.engine.calibrate.state.forget` removes it.
         recipe: what to write into the calibration beside its settings.
         progress: called before each text.
 
@@ -152,7 +152,7 @@ def calibrate(
     for number in range(learned.done, len(prompts)):
         progress("calibrating", number, len(prompts))
         learned.add(number, teach(prompts[number], number), len(prompts[number]))
-        if kept is not None and learned.done % SAVE_EVERY == 0:
+        if kept is not None and (learned.done % SAVE_EVERY == 0 or learned.done == len(prompts)):
             learned.save(kept, key)
     progress("fitting", len(prompts), len(prompts))
 
@@ -160,17 +160,14 @@ def calibrate(
         room = model.config.max_position_embeddings - SAID
         tokens = min(settings.exercise_tokens, room)
         practice = Practice(settings.exercises, settings.trainings, tokens)
-        of_choice = kept and kept.with_name(kept.name + ".choice")
+        of_choice = kept and kept.with_name(kept.name + OF_CHOICE)
         return practise(
             model, texts, fitted, practice, state=of_choice, key=key, progress=progress
         )  # fmt: skip
 
     fit = _fitted(model, learned, settings, own_hash, {**(recipe or {}), **made_of}, train)
     loads = {HEAD_LOAD: head_load(model, fit.calibration.arrays, prompts, progress)}
-    fit = dataclasses.replace(fit, calibration=fit.calibration.with_arrays(loads))
-    if kept is not None:
-        kept.unlink(missing_ok=True)
-    return fit
+    return dataclasses.replace(fit, calibration=fit.calibration.with_arrays(loads))
 
 
 def chosen_prompts(

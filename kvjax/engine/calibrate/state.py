@@ -10,6 +10,9 @@ import numpy as np
 
 from kvjax.errors import UserError
 
+OF_CHOICE = ".choice"
+"""Behind a state's name: that of the training of the choice."""
+
 
 def save(path: Path, key: str, arrays: Mapping[str, Any]) -> None:
     """Write arrays under a key, whole or not at all.
@@ -38,3 +41,9 @@ def load(path: Path | None, key: str) -> dict[str, np.ndarray] | None:
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
     return arrays if str(arrays.pop("key", "")) == key else None
+
+
+def forget(path: Path) -> None:
+    """Remove all states of a run, once its result is saved."""
+    for kept in (path, path.with_name(path.name + OF_CHOICE)):
+        kept.unlink(missing_ok=True)

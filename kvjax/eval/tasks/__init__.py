@@ -73,4 +73,4 @@ def make_rows(names: Sequence[str], context: Context) -> list[Row]:
     return [row for task in tasks for row in task(context)]
 
 
-__all__ = ["TASKS", "Context", "TaskOptions", "expand_tasks", "get_task", "make_rows"]
+__all__ = ["GROUPS", "TASKS", "Context", "TaskOptions", "expand_tasks", "get_task", "make_rows"]

@@ -15,6 +15,8 @@ from kvjax.eval.rows import Row, Skipped
 from kvjax.models.tokenizer import Tokenizer
 
 Split = Literal["dev", "test"]
+MOST_TOKENS = 1 << 22
+"""Of a prompt: as many as the longest contexts have; more would take for ever to make up."""
 LONGEST = 30
 """Words of a sentence of background text before it is taken for several."""
 
@@ -55,8 +57,8 @@ class TaskOptions:
     tokenizer has these marks; nothing, where both are empty."""
 
     def __post_init__(self):
-        if not self.lengths or min(self.lengths) < 32:
-            raise UserError(f"lengths {self.lengths}: give numbers of at least 32 tokens")
+        if not self.lengths or min(self.lengths) < 32 or max(self.lengths) > MOST_TOKENS:
+            raise UserError(f"lengths {self.lengths}: give numbers from 32 to {MOST_TOKENS}")
         for name in ("rows", "depths"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} {getattr(self, name)}: give at least 1")

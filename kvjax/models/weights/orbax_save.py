@@ -61,7 +61,7 @@ def save_orbax(
         config: the model.
         params: its parameters, stacked or not, in the dtype to store.
         tokenizer: the folder or GGUF file to take the tokenizer from.
-        overwrite: replace what lies at `path`.
+        overwrite: replace the checkpoint that lies at `path`.
         dealing: how `params` are dealt to several devices, if they are. They are stored as they
             lie, each device's part by itself, and load onto any other number of devices.
 
@@ -69,7 +69,8 @@ def save_orbax(
         `path`.
 
     Raises:
-        UserError: `path` exists already, or cannot be written; the weights are of few bits.
+        UserError: `path` exists already, is not to be replaced (`check_target`), or cannot be
+            written; the weights are of few bits.
     """
     if config.weight_dtype is not None:
         raise UserError(
@@ -82,10 +83,7 @@ def save_orbax(
     work = target.with_name(f".{target.name}.part-{os.getpid() if number is None else number}")
 
     def prepare() -> None:
-        if target.exists() and not overwrite:
-            raise UserError(
-                f"{target} exists already; choose another folder or overwrite it (--force)"
-            )
+        check_target(target, overwrite)
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(target)
         _require_space(target, params)
@@ -112,6 +110,25 @@ def save_orbax(
             if jax.process_index() == 0:
                 shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Refuse a place where no checkpoint is written: what was not written here stays.
+
+    Raises:
+        UserError: something lies there and `overwrite` is not asked for, or it is neither an empty
+            folder nor a checkpoint that `save_orbax` wrote.
+    """
+    if not target.exists() and not target.is_symlink():
+        return
+    if not overwrite:
+        raise UserError(f"{target} exists already: choose another folder or give --force")
+    ours = all((target / name).exists() for name in (CONFIG, FILES, PARAMS))
+    if not ours and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(
+            f"{target} is no checkpoint that kvjax wrote, and is not replaced: choose another "
+            "folder, or remove it yourself"
+        )
 
 
 def _several() -> bool:
