@@ -95,10 +95,12 @@ def test_an_ordinary_request_is_no_reason_for_a_warning(serve, tmp_path):
         "kvjax", "kvjax.engine.tell", "kvjax.serve", "uvicorn", "uvicorn.access")]  # fmt: skip
     before = [(one, one.level, one.propagate, one.handlers) for one in loggers]
     path = tmp_path / "log"
-    with serve(CompressionConfig(method="kv-compress", rate=8)) as server, path.open("w") as lines:
+    usual = CompressionConfig(method="kv-compress", rate=8)
+    with path.open("w") as lines:
         write_logs(lines)
         try:
-            with server.client() as client:
+            # The log's line comes after the answer: the server has to end first.
+            with serve(usual) as server, server.client() as client:
                 found = client.post(COMPLETE, json={"prompt": "a word", "max_tokens": 2}).json()
         finally:
             for one, level, propagate, handlers in before:
