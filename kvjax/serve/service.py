@@ -205,11 +205,7 @@ class Service:
 
     def _fitting(self, job: Job) -> Job:
         """The job with as many tokens to generate as the engine has room for, where nobody asked
-        for a number.
-
-        Raises:
-            UserError: a prompt can never be served.
-        """
+        for a number; as it is where there is no room for one."""
         sampling = job.samplings[0]
 
         def room(tokens: int) -> bool:
