@@ -64,6 +64,11 @@ class Intake:
         self.open: dict[str, tuple[Request, RequestText]] = {}
         """Those whose end has not been emitted, by id."""
 
+    @property
+    def most(self) -> int | None:
+        """Requests that may be open: those in the queue, beside those that run."""
+        return None if self._max_waiting is None else self._max_waiting + self._max_batch
+
     def new_id(self) -> str:
         """An id that no open request has."""
         with self._lock:
@@ -84,11 +89,10 @@ class Intake:
             if request.id in self.open or request.id in self._outbox:
                 raise UserError(f"request id {request.id!r} is in use: give another")
             # Those that slots are free for wait only until the next round.
-            most = self._max_waiting
-            if most is not None and len(self.open) >= most + self._max_batch:
+            if self.most is not None and len(self.open) >= self.most:
                 raise QueueFull(
-                    f"{len(self.open)} requests run or wait, which is max_waiting {most} beside "
-                    f"max_batch {self._max_batch}: come later"
+                    f"{len(self.open)} requests run or wait, which is max_waiting "
+                    f"{self._max_waiting} beside max_batch {self._max_batch}: come later"
                 )
             self.open[request.id] = request, text
             self._new.append(request)

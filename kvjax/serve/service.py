@@ -178,8 +178,7 @@ class Service:
             ApiError: it can never be served, or not now.
         """
         self.check_open()
-        config = self.llm.llm.config
-        most = None if config.max_waiting is None else config.max_waiting + config.max_batch
+        most = self.llm.llm.engine.intake.most
         if most is not None and job.choices > most:
             raise ApiError(400, f"{job.choices} sequences at once: this server runs and queues at "
                            f"most {most}: ask for fewer")  # fmt: skip
