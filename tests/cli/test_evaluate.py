@@ -1,6 +1,7 @@
 """`kvjax evaluate` as its user meets it."""
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,12 @@ def tiny(tiny_folder, capsys, tmp_path):
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(path):
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def without_times(rows):
@@ -427,8 +435,9 @@ def test_an_interruption_keeps_what_there_is(tiny_folder, tmp_path):
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    while process.poll() is None and not (out.exists() and out.stat().st_size):
-        pass
+    # Before the work it is tried whether there can be such a file, and the trial is removed.
+    while process.poll() is None and not written(out):
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
