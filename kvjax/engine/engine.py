@@ -74,8 +74,13 @@ class Engine:
         """Prompts that were put into their slots, and what the device will say of it."""
         self._loops: list[tuple[Decode, DecodeReport]] = []
         """Decode steps that were dispatched, likewise."""
+        self._chunk: jax.Array | None = None
+        """What the last chunk of a prompt gives that was dispatched before those decode steps."""
         self._heads = worker.model.num_layers * worker.model.num_kv_heads
         self._on_cpu = jax.default_backend() == "cpu"
+        self.runs_ahead = not self._on_cpu
+        """Whether a round's chunk is dispatched before the decode steps of the round before have
+        reported. On CPUs a dispatch waits, and so would their tokens."""
         self.beside: Beside | None = None
         """Where steps are compiled while others run."""
         self.agreement: Agreement | None = None
@@ -153,8 +158,11 @@ class Engine:
             self._take_in()
             with self._compiling():
                 self._run(self.scheduler.round())
+                chunk, self._chunk = self._chunk, None
+                if self.runs_ahead:
+                    self._run(self.scheduler.ahead())
             self._emit()
-            self._collect()
+            self._collect(chunk)
             self.metrics.observe(self.scheduler, self.worker)
 
     def compress(self, request: Request, blocks: int) -> int:
@@ -168,7 +176,7 @@ class Engine:
 
     def begin_again(self) -> None:
         """Forget what runs on the device: all requests wait, with the tokens that they have."""
-        self._starts, self._loops = [], []
+        self._starts, self._loops, self._chunk = [], [], None
         waiting = []
         for request, text in self.intake.take_all():
             if request.sampling.logprobs is not None:
@@ -293,6 +301,7 @@ class Engine:
         phase = "probe" if job.probing else "prefill"
         with self._phase(phase):
             self.worker.advance(job)
+        self._chunk = job.logits
         if phase == "probe":
             self.metrics.probed(decision.size)
         if job.in_pool and self._settle_chunk(job, decision.size) and decision.compress:
@@ -436,14 +445,17 @@ class Engine:
 
     # What the device reports
 
-    def _collect(self) -> None:
-        """Wait for the device and take in what it reports."""
+    def _collect(self, chunk: jax.Array | None) -> None:
+        """Wait for the device and take in what it reports; `chunk` runs before that."""
         # Who has ended since its prompt went to its slot has had its last output.
         starts = [start for start in self._starts if start[0].request.finish_reason is None]
         if not self._loops:
             self._starts = starts
             return
         self._starts, (loops, self._loops) = [], (self._loops, [])
+        if chunk is not None:
+            with self._phase("prefill"):
+                jax.block_until_ready(chunk)
         refused = self._collect_starts(starts) if starts else []
         with self._phase("decode"):
             reports = self.worker.on_host([report for _, report in loops])

@@ -93,6 +93,8 @@ class Scheduler:
         self.prefixes = Prefixes(rows, self._config.share_grain)
         self._ended: list[Request] = []
         """Ended, and not yet removed."""
+        self._ahead = 0
+        """Tokens that ran ahead of the next round, of which they are a part."""
         self._chunk_fitted = True
         self._compressed_in_vain = False
         self._short: tuple[Hashable, ...] = ()
@@ -170,6 +172,19 @@ class Scheduler:
         yield from self.remove_finished()
         yield from self._prefill()
         yield from self._decode()
+
+    def ahead(self) -> Iterator[Decision]:
+        """The next round's chunk, where it can run before this round's decode steps have reported:
+        the device has work then while the host takes that in.
+
+        What it finds in the pool depends on the report, so chunks in the pool wait for it.
+        """
+        request, job = self.prefilling, self.job
+        if not self.running or request is None or request.finish_reason is not None:
+            return
+        if job is not None and not job.in_pool and (size := job.next_chunk):
+            self._ahead = size
+            yield Chunk(request, size, compress=False)
 
     def settle(self, short: Sequence[Decode], progress: bool) -> Iterator[Decision]:
         """After the device's report: those that have ended leave, and blocks that lack are freed.
@@ -272,7 +287,8 @@ class Scheduler:
 
         One that fails is ended meanwhile; it leaves, and the next begins.
         """
-        most = room = self._config.prefill_chunk
+        most = self._config.prefill_chunk
+        room, self._ahead = most - self._ahead, 0
         while True:
             yield from self._give_way()
             request = self.prefilling or self.begin_next()

@@ -63,8 +63,8 @@ class Prompt:
 class Device:
     """Does as it is told, as the engine would, with every head of a sequence alike."""
 
-    def __init__(self, num_blocks: int, config: EngineConfig = SIZES):
-        self.num_blocks, self.config = num_blocks, config
+    def __init__(self, num_blocks: int, config: EngineConfig = SIZES, ahead: bool = False):
+        self.num_blocks, self.config, self.ahead = num_blocks, config, ahead
         self.scheduler = Scheduler(config, [num_blocks])
         self.kvs = np.zeros(config.max_batch, int)
         self.log: list[Decision] = []
@@ -147,6 +147,8 @@ class Device:
         """A round of the engine; returns what was decided."""
         self.log, self.loops = [], []
         self.run(self.scheduler.round())
+        if self.ahead:
+            self.run(self.scheduler.ahead())
         short, tokens = [], 0
         for decode in self.loops:
             for _ in range(decode.steps):
@@ -219,6 +221,55 @@ def test_a_round_is_prompts_and_then_decode_steps():
     device.round()
     assert device.log == [Decode((first, second, third), STEPS, None), Remove((0, 1))]
     assert device.scheduler.running == [third]
+
+
+def test_the_next_chunk_runs_behind_the_decode_steps():
+    """It is a part of the next round, which runs as many tokens of prompts as others do."""
+    device = Device(100 * HEADS, ahead=True)
+    first, long = request_of(0), request_of(1, 60)
+    for request in (first, long):
+        device.scheduler.add(request)
+    assert device.round() == [
+        Begin(first),
+        Chunk(first, 20, False),
+        Insert(first),
+        Begin(long),
+        Decode((first,), 1, None),
+        Chunk(long, 32, False),
+    ]
+    assert device.round() == [Decode((first,), 1, None), Chunk(long, 28, False)]
+    third = request_of(2, 4)
+    device.scheduler.add(third)
+    # Of the 32 tokens of this round 28 have run, and 4 fit beside them.
+    assert device.round() == [
+        Insert(long),
+        Begin(third),
+        Chunk(third, 4, False),
+        Insert(third),
+        Decode((first, long, third), STEPS, None),
+    ]
+    # Nothing has run ahead of the next.
+    fourth = request_of(3, 32)
+    device.scheduler.add(fourth)
+    assert device.round()[:3] == [Begin(fourth), Chunk(fourth, 32, False), Insert(fourth)]
+    device.rounds()
+
+
+def test_chunks_in_the_pool_wait_for_the_report_and_so_does_who_has_ended():
+    device = Device(100 * HEADS, ahead=True)
+    first, long, late = request_of(0), request_of(1, 100, cap=16), request_of(3, 60)
+    for request in (first, long):
+        device.scheduler.add(request)
+    for _ in range(5):
+        log = device.round()
+        assert not any(isinstance(d, Chunk) for d in log[log.index(device.loops[0]) :])
+    device.rounds()
+    for request in (request_of(2), late):
+        device.scheduler.add(request)
+    device.run(device.scheduler.round())
+    assert device.scheduler.prefilling is late
+    device.stop(late, "abort")
+    assert not list(device.scheduler.ahead())
 
 
 def test_who_waits_for_room_holds_nobody_up():
@@ -410,10 +461,11 @@ def test_whoever_found_no_blocks_goes_on_alone():
     assert 200 < len(small.tokens) < 2000
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 6])
-def test_everybody_ends_and_the_oldest_always_gets_on(seed):
+def test_everybody_ends_and_the_oldest_always_gets_on(seed, ahead):
     rng = np.random.default_rng(seed)
-    device = Device(60 * HEADS)
+    device = Device(60 * HEADS, ahead=ahead)
     rules = (None, "a", "b", "c")[: 1 + seed % 4]
     requests = [
         request_of(

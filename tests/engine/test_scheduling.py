@@ -29,6 +29,7 @@ from tests.engine.serving import (
     greedy,
     make_llm,
     prompts_of,
+    tokens_of,
 )
 from tests.engine.test_engine_parts import request_of
 from tests.models.tokenizer_builders import tiny_tokenizer
@@ -65,6 +66,59 @@ def test_a_request_that_needs_the_whole_pool_gets_it():
         scheduler.running.append(request_of(0, 40, None))
         scheduler.accounts.free[:] = need + spare
         assert scheduler.fits(request) == fits
+
+
+def noted(llm, monkeypatch) -> list[str]:
+    """What a worker is told to do, in order."""
+    log: list[str] = []
+
+    def noting(name):
+        call = getattr(llm.worker, name)
+
+        def noted_call(*args):
+            log.append(name)
+            return call(*args)
+
+        monkeypatch.setattr(llm.worker, name, noted_call)
+
+    for name in ("advance", "decode", "on_host"):
+        noting(name)
+    return log
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_chunk_is_dispatched_before_decode_steps_report(tiny_params, monkeypatch, ahead):
+    """Else a device waits until the host has taken in what they report."""
+    llm = make_llm(tiny_params)
+    assert not llm.engine.runs_ahead  # on CPUs
+    llm.engine.runs_ahead = ahead
+    log = noted(llm, monkeypatch)
+    prompts = prompts_of(20, 120)
+    outputs = llm.generate(prompts, greedy(12))
+    # Four chunks of 30, of which none runs with the first prompt.
+    assert " ".join(log).count("decode advance on_host") == 4 * ahead
+    assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(12))
+    assert_empty(llm)
+
+
+def test_a_chunk_that_fails_behind_decode_steps_ends_its_request_alone(tiny_params, monkeypatch):
+    llm = make_llm(tiny_params)
+    llm.engine.runs_ahead = True
+    advance, calls = llm.worker.advance, []
+
+    def fails(job):
+        calls.append(job)
+        if len(calls) == 3:
+            raise ValueError("a chunk")
+        advance(job)
+
+    monkeypatch.setattr(llm.worker, "advance", fails)
+    prompts = prompts_of(20, 120, 25)
+    first, second, third = llm.generate(prompts, greedy(12))
+    assert second.finish_reason == "error"
+    assert "a chunk" in (second.error or "")
+    assert tokens_of([first, third]) == alone(tiny_params, prompts[::2], greedy(12))
+    assert_empty(llm)
 
 
 def test_a_chunk_without_room_runs_again(tiny_params):

@@ -30,9 +30,10 @@ def resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def soak(params, num_requests: int, seed: int, lengths, settings) -> None:
+def soak(params, num_requests: int, seed: int, lengths, settings, ahead: bool) -> None:
     rng = np.random.default_rng(seed)
     llm = make_llm(params, FULL, TIGHT)
+    llm.engine.runs_ahead = ahead
     ended: dict[str, str | None] = {}
     refused = failed = 0
     sizes = []
@@ -89,11 +90,12 @@ def soak(params, num_requests: int, seed: int, lengths, settings) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_requests(tiny_params):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_hundred_requests(tiny_params, ahead):
     # Few lengths and settings, since each has steps of its own to compile.
-    soak(tiny_params, 100, 0, (0, 5, 20, 28, 60, 140), SETTINGS[:2])
+    soak(tiny_params, 100, 0, (0, 5, 20, 28, 60, 140), SETTINGS[:2], ahead)
 
 
 @pytest.mark.slow
 def test_two_thousand_requests(tiny_params):
-    soak(tiny_params, 2_000, 1, range(150), SETTINGS)
+    soak(tiny_params, 2_000, 1, range(150), SETTINGS, ahead=False)

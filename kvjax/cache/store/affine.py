@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from kvjax.cache.store.codec import Codec
 from kvjax.cache.store.scaled import PLANES, divisor, packed, rounded_up, unpacked
 from kvjax.errors import UserError
+from kvjax.kernels.rounding import rounded
 
 Stored = dict[str, Array]
 """`codes` [*n, w], `scale` [*n] and `zero` [*n], bfloat16."""
@@ -39,13 +40,14 @@ class Affine(Codec):
         finite = jnp.all(jnp.isfinite(rows), axis=-1)
         rows = jnp.where(finite[..., None], rows, 0)
         most = (1 << self.bits) - 1
-        zero = jnp.min(rows, axis=-1).astype(jnp.bfloat16)
-        above = rows - zero[..., None].astype(jnp.float32)
+        # Codes count from what is stored of the least entry.
+        zero = rounded(jnp.min(rows, axis=-1), jnp.bfloat16)
+        above = rows - zero[..., None]
         scale = rounded_up(jnp.maximum(jnp.max(above, axis=-1), 0) / most)
         codes = jnp.clip(jnp.round(above / divisor(scale)[..., None]), 0, most)
         scale = jnp.where(finite, scale, jnp.nan).astype(jnp.bfloat16)
         codes = packed(codes.astype(jnp.uint8), PLANES[self.bits])
-        return {"codes": codes, "scale": scale, "zero": zero}
+        return {"codes": codes, "scale": scale, "zero": zero.astype(jnp.bfloat16)}
 
     def decode(self, stored: Stored) -> Float[Array, "*n d"]:
         scale, zero = (stored[name].astype(jnp.float32)[..., None] for name in ("scale", "zero"))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.store.scaled import divisor, rounded_up
+from kvjax.kernels.rounding import rounded
 
 NUMBER = 2
 """Bytes of a number beside codes: bfloat16."""
@@ -17,7 +18,7 @@ NUMBER = 2
 
 def in_bfloat16(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """What bfloat16 keeps of numbers, in float32."""
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
+    return rounded(x, jnp.bfloat16)
 
 
 def in_codes(

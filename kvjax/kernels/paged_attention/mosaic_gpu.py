@@ -18,6 +18,7 @@ from kvjax.kernels.paged_attention.mosaic_gpu_codes import FORMS, Form
 from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, SUM_ROWS, TILE, Config
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 from kvjax.kernels.paged_attention.worklist import WorkList
+from kvjax.kernels.rounding import rounded
 
 SHARED_MEMORY = 228 * 1024
 """Bytes of shared memory of one multiprocessor."""
@@ -102,11 +103,10 @@ def _operands(q: Float[Array, "rows r d"], c: Config) -> Float[Array, "rows part
     are more, in the tensor core's type: as they are, or two halves."""
     size = max(c.padded_group, -(-q.shape[1] // 8) * 8)
     q = jnp.pad(q, ((0, 0), (0, size - q.shape[1]), (0, 0)))
-    high = q.astype(c.operand_dtype)
     if not c.halves:
-        return high[:, None]
-    low = (q.astype(jnp.float32) - high.astype(jnp.float32)).astype(c.operand_dtype)
-    return jnp.stack([high, low], axis=1)
+        return q.astype(c.operand_dtype)[:, None]
+    high = rounded(q, c.operand_dtype)
+    return jnp.stack([high, q - high], axis=1).astype(c.operand_dtype)
 
 
 def _begun(piece: Piece, c: Config) -> Float[Array, "rows n R"]:
