@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--compile-only", action="store_true", help="compile for an H200 (pip install '.[cuda]')")
     add("--child", help=argparse.SUPPRESS)
     add("--card", help=argparse.SUPPRESS)
+    add("--share", type=int, default=0, help=argparse.SUPPRESS)
     add("--attempts", type=int, default=process.ATTEMPTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.seconds is None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.card.attention import attention_part
 from benchmarks.card.parts import NO_TUNING, Group, Machine, Part, Program
-from benchmarks.card.peaks import hashed
+from benchmarks.card.peaks import hashed, peaks_group
 from benchmarks.kernels import checks
 from benchmarks.kernels.cases import CODES, Case, paged_problem
 from kvjax.kernels import append_and_attend, explain, paged_attention
@@ -53,7 +53,6 @@ def groups(small: bool) -> tuple[Group, ...]:
         for b in (16, 64) for statistic in (False, True)
     ]  # fmt: skip
     right = [
-        Part("peaks", lambda machine, _: machine.peaks(), seconds=15, limit=60),
         *map(ring_part, rings[:1] if small else rings),
         ring_part(rings[0], append=True),
         far_part(),
@@ -65,7 +64,8 @@ def groups(small: bool) -> tuple[Group, ...]:
     ]
     checker = Part("memory checker", memory_check, seconds=60, limit=120, optional=True)
     return (
-        Group("kernels", tuple(right), {"XLA_FLAGS": NO_TUNING}),
+        peaks_group(),
+        Group("kernels", tuple(right), {"XLA_FLAGS": NO_TUNING}, processes=2 if small else 8),
         Group("pages", tuple(small_pages), {"XLA_FLAGS": NO_TUNING}),
         Group("memory checker", (checker,), on_device=False),
     )

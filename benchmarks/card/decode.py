@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.card.attention import EXPECTED, VARIANTS, attention_part, shares
 from benchmarks.card.parts import AT_ONCE, NO_TUNING, Group, Machine, Part, Program
-from benchmarks.card.peaks import hashed
+from benchmarks.card.peaks import hashed, peaks_group
 from benchmarks.kernels.cases import Case, decode_cases, dense_cache
 from kvjax.cache import allocate, as_codec, get_method, init_cache
 from kvjax.cache.store import KVWindow
@@ -55,9 +55,9 @@ def groups(small: bool) -> tuple[Group, ...]:
     rivals = (
         [] if small else [part for case in decode_cases(False)[2:8:2] for part in rival_parts(case)]
     )
-    peaks = Part("peaks", lambda machine, _: machine.peaks(), seconds=15, limit=60)
     return (
-        Group("attention", (peaks, *attention), {"XLA_FLAGS": NO_TUNING}),
+        peaks_group(),
+        Group("attention", tuple(attention), {"XLA_FLAGS": NO_TUNING}),
         # XLA times candidates for the products on the device: nothing else may run then. So nothing
         # is measured before all of a group is compiled.
         Group("steps", tuple(step_part(*step) for step in first), AT_ONCE, overlap=False),

@@ -121,13 +121,16 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parts that run in one process."""
+    """Parts that run in one process, or in a few."""
 
     name: str
     parts: tuple[Part, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     overlap: bool = True
     """Whether parts are measured while the programs of later ones are compiled."""
+    processes: int = 1
+    """How many share its parts, at once: more than one where nothing is timed, for what takes most
+    time is tracing, which one core does."""
     on_device: bool = True
     """Whether the process itself takes the device."""
     call: str = ""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.card.parts import Group, Part
 from kvjax.cli.throughput.limits import copy_bandwidth, measure_limits, median_seconds
 
 
@@ -36,3 +37,8 @@ def measure_peaks(small: bool) -> dict[str, float]:
     else:
         found = measure_limits()
     return {**found, "read_bytes_per_s": read_bandwidth(1 << (20 if small else 33))}
+
+
+def peaks_group() -> Group:
+    """The peaks as a part of a call; XLA must be free to choose how it multiplies."""
+    return Group("peaks", (Part("peaks", lambda machine, _: machine.peaks(), seconds=8, limit=60),))

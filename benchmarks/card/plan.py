@@ -22,11 +22,9 @@ class Chosen(NamedTuple):
 
 
 FIRST = (
+    Chosen("A", "peaks", 30),
     # What one call of the kernel says comes before what many do: it may hang.
-    Chosen("A", "kernels", 180, (
-        "peaks", "right: llama-3.1-8b", "ring: bfloat16 d=128 r=4 b=16 uniform", "ring: float32",
-        "right: llama-3.1-70b", "right: append llama-3.1-8b", "ring: append", "pool of more",
-    )),
+    Chosen("A", "kernels", 120),
     Chosen("B", "attention", 80, (
         "attention: 8B 256 × 1024 uniform b=16", "attention: 8B 32 × 8192 uniform b=16",
         "attention: 8B 2 × 64 uniform b=16",

@@ -141,6 +141,25 @@ def results_of(call: str, options: argparse.Namespace) -> Results:
     return Results(file_of(call, options, options.out), earlier)
 
 
+def results_of_shares(call: str, options: argparse.Namespace) -> list[Path]:
+    """Files of processes that share the parts of a group."""
+    return sorted(options.out.glob(f"{file_of(call, options, options.out).stem}.*.json"))
+
+
+def gather(call: str, options: argparse.Namespace) -> None:
+    """Add what processes found that shared a group's parts."""
+    results = results_of(call, options)
+    before = dict(results.parts)
+    for file in results_of_shares(call, options):
+        share = Results(file)
+        results.content["machine"] = share.content["machine"] or results.content["machine"]
+        results.parts.update(
+            {name: row for name, row in share.parts.items() if row != before.get(name)}
+        )
+        results.write()
+        file.unlink()
+
+
 class Mark(NamedTuple):
     """What a process is at."""
 
@@ -150,9 +169,9 @@ class Mark(NamedTuple):
     """Seconds after which it hangs."""
 
 
-def running_file(options: argparse.Namespace) -> Path:
-    """Holds the mark of the part that is being compiled or measured."""
-    return options.out / "running.json"
+def running_file(options: argparse.Namespace, share: int) -> Path:
+    """Holds the mark of the part that a process compiles or measures."""
+    return options.out / f"running-{share}.json"
 
 
 def peaks_file(options: argparse.Namespace) -> Path:
@@ -169,6 +188,8 @@ def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
     if not options.rehearse:
         unpack_programs(cache, options)
     groups, met = groups_of(call, options.rehearse), False
+    for name in {group.call for group in groups}:
+        gather(name, options)  # of a command that was broken off
     # What failed may hang: it is tried again when all else was.
     for attempts, group in itertools.product(range(1, ATTEMPTS + 1), groups):
         parts, ran = tuple(part for part in group.parts if options.only in part.name), False
@@ -180,11 +201,13 @@ def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
             if left < min(part.seconds for part in pending) + 5:
                 break
             before, ran = json.dumps(results_of(group.call, options).parts), True
-            code = one_child(call, group, attempts, options, until, cache)
-            if code == NO_DEVICE and not met:
+            codes = run_children(call, group, attempts, options, until, cache)
+            gather(group.call, options)
+            if set(codes) == {NO_DEVICE} and not met:
                 return report_of(call, options)
             met = True
-            note_failure(group.call, pending, options, now, until)
+            for share in range(group.processes):
+                note_failure(group.call, pending, options, share, now, until)
             if json.dumps(results_of(group.call, options).parts) == before:
                 break  # nothing fits into what is left
         if ran and not options.rehearse:
@@ -192,10 +215,11 @@ def run_call(call: str, options: argparse.Namespace, deadline: float) -> int:
     return report_of(call, options)
 
 
-def one_child(
+def run_children(
     call, group: Group, attempts: int, options, deadline: float, cache: Path
-) -> int | None:
-    """Run a process over a group, as long as its parts and the group have time; its exit code."""
+) -> list[int | None]:
+    """Run the processes of a group, as long as its parts and the group have time; their exit
+    codes."""
     environment = dict(os.environ)
     environment |= {
         "PYTHONUNBUFFERED": "1",
@@ -220,21 +244,32 @@ def one_child(
     command += ["--seconds", str(max(1.0, deadline - time.monotonic()))]
     command += ["--rehearse"] if options.rehearse else []
     command += ["--resume", str(options.resume)] if options.resume else []
-    running = running_file(options)
-    running.unlink(missing_ok=True)
-    process = subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2])
-    mark = Mark("", time.monotonic(), COMPILE_LIMIT)
+    begun = time.monotonic()
+    running = [running_file(options, share) for share in range(group.processes)]
+    marks = [Mark("", begun, COMPILE_LIMIT)] * group.processes
+    processes: list[subprocess.Popen] = []
     try:
-        while process.poll() is None:
+        for share, file in enumerate(running):
+            file.unlink(missing_ok=True)
+            processes.append(
+                subprocess.Popen(
+                    [*command, "--share", str(share)],
+                    env=environment,
+                    cwd=Path(__file__).parents[2],
+                )
+            )
+        while any(process.poll() is None for process in processes):
             time.sleep(0.2)
             now = time.monotonic()
-            # Between two parts there is none for a moment.
-            mark = read_running(running) or mark
-            if now > deadline + 3 or now - mark.since > mark.limit:
-                break
+            for share, process in enumerate(processes):
+                # Between two parts there is none for a moment.
+                mark = marks[share] = read_running(running[share]) or marks[share]
+                if now > deadline + 3 or now - mark.since > mark.limit:
+                    end(process)
     finally:
-        end(process)
-    return process.poll()
+        for process in processes:
+            end(process)
+    return [process.poll() for process in processes]
 
 
 def end(process: subprocess.Popen) -> None:
@@ -258,10 +293,12 @@ def write_running(file: Path, part: str, limit: float) -> None:
     draft.replace(file)
 
 
-def note_failure(call: str, pending: list[Part], options, now: str, deadline: float) -> None:
+def note_failure(
+    call: str, pending: list[Part], options, share: int, now: str, deadline: float
+) -> None:
     """A part in the middle of which its process ended has failed, unless the call's time was up."""
-    found = read_running(running_file(options))
-    running_file(options).unlink(missing_ok=True)
+    found = read_running(running_file(options, share))
+    running_file(options, share).unlink(missing_ok=True)
     if found is None or time.monotonic() > deadline:
         return
     part = next(part for part in pending if part.name == found.part)
@@ -338,13 +375,16 @@ def child(options: argparse.Namespace) -> int:
     machine = Machine(small=options.rehearse, peaks_file=peaks_file(options))
     results = results_of(group.call, options)
     pending = results.pending(parts, now, options.attempts)
+    if group.processes > 1:
+        pending = pending[options.share :: group.processes]
+        results.file = results.file.with_suffix(f".{options.share}.json")
     if group.on_device:
         try:
             results.content["machine"] = machine_here()
         except RuntimeError as error:
             print(f"no card: {error}", flush=True)
             return NO_DEVICE
-    running = running_file(options)
+    running = running_file(options, options.share)
     for part, compiled in compiled_parts(machine, group, pending, running, deadline):
         left = deadline - time.monotonic()
         if left < part.seconds:

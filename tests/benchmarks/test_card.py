@@ -27,7 +27,7 @@ def part(name: str, **more: Any) -> Part:
 def options(tmp_path) -> argparse.Namespace:
     return argparse.Namespace(
         rehearse=True, out=tmp_path, resume=None, only="", seconds=60, attempts=process.ATTEMPTS,
-        card="rehearsal",
+        card="rehearsal", share=0,
     )  # fmt: skip
 
 
@@ -85,15 +85,16 @@ def test_what_failed_is_tried_again_after_all_else(options, monkeypatch) -> None
     groups = (Group("a", (part("x"), part("y")), call="A"), Group("b", (part("z"),), call="A"))
     tried = []
 
-    def one_child(call, group, attempts, options, deadline, cache) -> None:
+    def run_children(call, group, attempts, options, deadline, cache) -> list[int]:
         results = process.results_of(call, options)
         one = results.pending(group.parts, process.source(call), attempts)[0]
         tried.append(one.name)
         found = {} if one.name == "y" or tried.count(one.name) > 1 else {"error": "no"}
         results.note(one, process.source(call), found)
+        return [0]
 
     monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
-    monkeypatch.setattr(process, "one_child", one_child)
+    monkeypatch.setattr(process, "run_children", run_children)
     assert process.run_call("A", options, time.monotonic() + 600) == 0
     assert tried == ["x", "y", "z", "x", "z"]
 
@@ -119,25 +120,72 @@ def test_a_part_that_ends_its_process_is_noted(
 ) -> None:
     since = time.monotonic() - 5
     limit = 4 if "sleep" in script else 30
-    marked = f"echo '[\"bad\", {since}, {limit}]' > $OUT/running.json\n{script}"
+    marked = f"echo '[\"bad\", {since}, {limit}]' > $OUT/running-0.json\n{script}"
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path, marked))
     group = Group("kernels", (part("bad"),))
     pending, deadline = list(group.parts), time.monotonic() + 600
-    process.one_child("A", group, 1, options, deadline, tmp_path)
-    process.note_failure("A", pending, options, "now", deadline)
+    process.run_children("A", group, 1, options, deadline, tmp_path)
+    process.note_failure("A", pending, options, 0, "now", deadline)
     results = process.results_of("A", options)
     assert results.parts["bad"]["error"] == said
-    assert not process.running_file(options).exists()
+    assert not process.running_file(options, 0).exists()
+
+
+def test_processes_that_share_parts_lose_nothing_with_one_of_them(
+    options, tmp_path, monkeypatch
+) -> None:
+    """One measures, another one dies in the middle of its own."""
+    share = process.Results(tmp_path / "rehearsal-kernels.0.json")
+    share.note(part("x"), "now", {"us": 1})
+    share.content["machine"] = {"device": "a card"}
+    share.write()
+    script = '[ "${@: -1}" = 0 ] && exit 0\n'
+    script += f"echo '[\"y\", {time.monotonic()}, 30]' > $OUT/running-1.json\nkill -9 $$"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\nOUT={tmp_path}\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    earlier = process.results_of("A", options)
+    earlier.note(part("z"), "now", {"us": 3})
+    group = Group("kernels", (part("x"), part("y")), call="A", processes=2)
+    monkeypatch.setattr(process, "groups_of", lambda call, small: (group,))
+    monkeypatch.setattr(process, "source", lambda call: "now")
+    assert process.run_call("A", options, time.monotonic() + 600) == 1
+    results = process.results_of("A", options)
+    assert results.content["machine"] == {"device": "a card"}
+    assert [results.parts[name]["us"] for name in "xz"] == [1, 3]
+    assert "the process ended" in results.parts["y"]["error"]
+    assert results.parts["y"]["attempts"] == process.ATTEMPTS
+    assert not process.results_of_shares("A", options)
+
+
+def test_each_process_has_parts_of_its_own(options, monkeypatch) -> None:
+    parts = tuple(part(name) for name in "abcde")
+    group = Group("kernels", parts, call="A", processes=2, on_device=False)
+    monkeypatch.setattr(process, "groups_of", lambda call, small: (group,))
+    options.child, options.calls = "kernels", ["A"]
+    process.results_of("A", options).note(parts[0], process.source("A"), {"error": "no"})
+    for share in (0, 1):
+        options.share = share
+        assert process.child(options) == 0
+    files = process.results_of_shares("A", options)
+    measured = [list(process.Results(file).parts) for file in files]
+    # What failed before comes last, and all know of it.
+    assert measured == [["b", "d", "a"], ["a", "c", "e"]]
+    process.gather("A", options)
+    found = process.results_of("A", options).parts
+    assert sorted(found) == sorted("abcde")
+    assert not [name for name, row in found.items() if "error" in row]
 
 
 def test_a_process_between_two_parts_does_not_hang(options, tmp_path, monkeypatch) -> None:
     """However long ago it began."""
     monkeypatch.setattr(process, "COMPILE_LIMIT", 2)
-    mark = f"echo '[\"x\", {time.monotonic()}, 60]' > $OUT/running.json"
-    script = f"{mark}\nsleep 2.5\nrm $OUT/running.json\nsleep 0.7\ntouch $OUT/went_on"
+    mark = f"echo '[\"x\", {time.monotonic()}, 60]' > $OUT/running-0.json"
+    script = f"{mark}\nsleep 2.5\nrm $OUT/running-0.json\nsleep 0.7\ntouch $OUT/went_on"
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path, script))
     group = Group("kernels", (part("x"),))
-    process.one_child("A", group, 1, options, time.monotonic() + 600, tmp_path)
+    process.run_children("A", group, 1, options, time.monotonic() + 600, tmp_path)
     assert (tmp_path / "went_on").exists()
 
 
@@ -151,13 +199,13 @@ def test_a_group_says_how_its_process_takes_memory(
     script = "echo $XLA_PYTHON_CLIENT_PREALLOCATE $XLA_PYTHON_CLIENT_MEM_FRACTION > $OUT/said"
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path, script))
     group = Group("kernels", (part("x"),), given)
-    process.one_child("A", group, 1, options, time.monotonic() + 60, tmp_path)
+    process.run_children("A", group, 1, options, time.monotonic() + 60, tmp_path)
     assert (tmp_path / "said").read_text().strip() == said
 
 
 def test_a_part_that_the_time_ran_out_for_is_not_a_failure(options, tmp_path) -> None:
-    process.write_running(process.running_file(options), "late", 30)
-    process.note_failure("A", [part("late")], options, "now", time.monotonic() - 1)
+    process.write_running(process.running_file(options, 0), "late", 30)
+    process.note_failure("A", [part("late")], options, 0, "now", time.monotonic() - 1)
     assert process.results_of("A", options).parts == {}
 
 
@@ -305,6 +353,7 @@ def test_the_cheapest_part_runs(call: str, options, capsys) -> None:
     where call A has it whoever asks."""
     options.only, options.child, options.calls = "right: move", "kernels", [call]
     assert process.child(options) == 0
+    process.gather("A", options)
     content = json.loads((options.out / "rehearsal-kernels.json").read_text())
     row = content["parts"]["right: move"]
     assert row["good"]
@@ -318,8 +367,9 @@ def test_the_cheapest_part_runs(call: str, options, capsys) -> None:
 def test_a_group_leaves_time_to_those_behind_it(options, monkeypatch) -> None:
     given = {}
 
-    def one_child(call, group, attempts, options, until, cache) -> None:
+    def run_children(call, group, attempts, options, until, cache) -> list[int]:
         given.setdefault(group.name, until - time.monotonic())
+        return [0]
 
     groups = (
         Group("a", (part("x"),), call="A", seconds=50),
@@ -327,7 +377,7 @@ def test_a_group_leaves_time_to_those_behind_it(options, monkeypatch) -> None:
         Group("c", (part("z", seconds=700),), call="C"),
     )
     monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
-    monkeypatch.setattr(process, "one_child", one_child)
+    monkeypatch.setattr(process, "run_children", run_children)
     assert process.run_call("first", options, time.monotonic() + 600) == 1
     assert given == {"a": pytest.approx(50, abs=5), "b": pytest.approx(600, abs=5)}
 
@@ -339,13 +389,13 @@ def test_where_there_is_no_card_one_process_finds_out(
     """One that is lost on the way may be back for the next."""
     codes = []
 
-    def one_child(*_) -> int:
+    def run_children(*_) -> list[int]:
         codes.append(0 if found and not codes else process.NO_DEVICE)
-        return codes[-1]
+        return [codes[-1]]
 
     groups = (Group("a", (part("x"),), call="A"), Group("b", (part("y"),), call="A"))
     monkeypatch.setattr(process, "groups_of", lambda call, small: groups)
-    monkeypatch.setattr(process, "one_child", one_child)
+    monkeypatch.setattr(process, "run_children", run_children)
     assert process.run_call("A", options, time.monotonic() + 600) == 1
     assert len(codes) == children
 
