@@ -184,6 +184,28 @@ def test_table_entries_loaded_ahead(monkeypatch, block_size: int) -> None:
     assert_exact("mosaic_gpu", p, with_metric=False)
 
 
+@pytest.mark.parametrize(
+    ("workers", "block_size", "observed"),
+    [
+        (1, 16, [True, False, True]),
+        (2, 16, None),
+        pytest.param(1, 8, None, marks=pytest.mark.slow),
+        pytest.param(2, 64, [False, True, False], marks=pytest.mark.slow),
+    ],
+)
+def test_units_of_the_statistic_come_ahead(
+    monkeypatch, workers: int, block_size: int, observed
+) -> None:
+    """A worker has several units, of whole heads and of shared ones, longer and shorter than a
+    unit, and of some that are left out: the unit ahead is this head's, the next one's, or none."""
+    monkeypatch.setattr(mosaic_gpu_finish, "WORKERS", workers)
+    monkeypatch.setattr(mosaic_gpu_finish, "UNIT", 128)
+    monkeypatch.setattr(mosaic_gpu_finish, "UNIT_TILES", 2)
+    lengths = [[5, 150, 300], [64, 0, 20], [520, 3, 129]]
+    shape = shaped(head_dim=64, heads=3, block_size=block_size)
+    assert_exact("mosaic_gpu", problem(lengths, shape, observed=observed))
+
+
 def test_parts_of_a_head_are_read_in_turns(monkeypatch) -> None:
     """As many log-sum-exps at once as a layout has rows; here one."""
     monkeypatch.setattr(mosaic_gpu_finish, "PARTS_AT_ONCE", 1)

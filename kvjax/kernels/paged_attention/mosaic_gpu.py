@@ -276,8 +276,12 @@ def _attend(
         statistic = [table, logits.reshape(c.group, -1, c.block_size), lse, metric_ref]
         if observed is not None:
             statistic.append(jnp.repeat(observed.astype(jnp.int32), num_heads))
+    finish = functools.partial(
+        finishing.finish, c=c, power=power, complete=beside is not None,
+        interpreted=interpret is not None,
+    )  # fmt: skip
     call(
-        functools.partial(finishing.finish, c=c, power=power, complete=beside is not None),
+        finish,
         out_type=(),
         grid=finishing.grid(c),
         grid_names=("program", "worker"),

@@ -4,6 +4,9 @@ What waits for all programs of `attend` happens in one launch: heads that severa
 merged, and the statistic, which needs final log-sum-exps, is added to the metric. For it `attend`
 keeps its logits: K is not read again. Nobody waits for anybody here: whoever needs the log-sum-exp
 of a shared head adds it up from its parts, a few floats each.
+
+Pages of the metric never come to a multiprocessor: what is added to them goes out in copies that
+add, where the memory's cache does. Logits are copied in a unit of KVs ahead.
 """
 
 import functools
@@ -25,8 +28,11 @@ from kvjax.kernels.paged_attention.worklist import Head, Span
 
 UNIT = 256
 """KVs whose statistic is handled at once."""
+UNIT_TILES = UNIT // TILE
 WORKERS = 4
 """Programs that add statistics, for each program of the work list; one more merges."""
+SLOTS = 2
+"""Units whose logits are in shared memory, and units whose sums are."""
 ALIGNMENT = 32
 """float32 values in 128 bytes, to which copies of shared memory are aligned."""
 PARTS_AT_ONCE = 64
@@ -45,9 +51,10 @@ def scratch(c: Config) -> dict:
     pages = UNIT // c.block_size
     return {
         "out_s": c.out_scratch(),
-        "lse_s": plgpu.SMEM((c.padded_group,), jnp.float32),
-        "metric_s": plgpu.SMEM((pages, max(c.block_size, ALIGNMENT)), jnp.float32),
-        "loaded": plgpu.Barrier(num_arrivals=pages),
+        "lse_s": plgpu.SMEM((SLOTS + 1, ALIGNMENT), jnp.float32),
+        "logits_s": plgpu.SMEM((SLOTS, c.group, pages, c.block_size), jnp.float32),
+        "added_s": plgpu.SMEM((SLOTS, pages, max(c.block_size, ALIGNMENT)), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=c.group + 1, num_barriers=SLOTS),
     }
 
 
@@ -67,10 +74,11 @@ def finish(
     c: Config,
     power: int = 2,
     complete: bool = False,
+    interpreted: bool = False,
     **statistic_scratch,
 ):
     """Merge shared heads and add Σ_g exp2(power (s_g − lse_g)) to the metric of KVs; with
-    `complete` write the log-sum-exps of shared heads, too."""
+    `complete` write the log-sum-exps of shared heads, too. `interpreted`: copies do not add."""
     program, worker = lax.axis_index("program"), lax.axis_index("worker")
     span = Span.read(spans, program)
     merging = functools.partial(
@@ -86,7 +94,7 @@ def finish(
         log_sum = functools.partial(_shared_lse, spans=spans, part_lse=part_lse)
         _add_statistic(
             heads, table, logits, lse, metric, observed, **statistic_scratch,
-            log_sum=log_sum, span=span, worker=worker, c=c, power=power,
+            log_sum=log_sum, span=span, worker=worker, c=c, power=power, interpreted=interpreted,
         )  # fmt: skip
 
     pl.when(worker == WORKERS)(merging)
@@ -157,6 +165,27 @@ def _layout(block_size: int):
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def _part_of(span: Span, worker):
+    """A worker's share of a stretch, in whole units but the last: one may begin inside a head."""
+    units = lax.div(span.end - span.begin + UNIT_TILES - 1, UNIT_TILES)
+    share = lax.div(units + WORKERS - 1, WORKERS) * UNIT_TILES
+    begin = jnp.minimum(span.begin + worker * share, span.end)
+    return span._replace(begin=begin, end=jnp.minimum(begin + share, span.end))
+
+
+def _head_at(heads, span: Span):
+    """Index of the head that a part of a stretch begins in."""
+
+    def halve(bounds):
+        low, high = bounds
+        middle = lax.div(low + high + 1, 2)
+        begun = heads[middle, 1] <= span.begin
+        return jnp.where(begun, middle, low), jnp.where(begun, high, middle - 1)
+
+    bounds = span.first, span.first + jnp.maximum(span.count - 1, 0)
+    return lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, bounds)[0]
+
+
 def _add_statistic(
     heads,
     table,
@@ -165,86 +194,126 @@ def _add_statistic(
     metric,
     observed,
     *,
-    lse_s,  # [R] f32
-    metric_s,  # [UNIT / b, max(b, 32)] f32
-    loaded,
+    lse_s,  # [slots + 1, R or more] f32, the last row for a shared head
+    logits_s,  # [slots, r, UNIT / b, b] f32
+    added_s,  # [slots, UNIT / b, max(b, 32)] f32
+    full,
     log_sum,
     span: Span,
     worker,
     c: Config,
     power: int,
+    interpreted: bool,
 ):
     """What a worker adds to the metrics of a stretch. Pages belong to one head each."""
-    b = c.block_size
+    b, group = c.block_size, c.group
     pages = UNIT // b
     layout = _layout(b)
+    mine = _part_of(span, worker)
+    last = jnp.maximum(span.first + span.count - 1, 0)
 
-    def my_pages(warp, begin, end, inside, beyond=None):
-        """Page j belongs to warp j mod 4: `inside(j, its KV)` before KV `end`, else `beyond()`."""
-        for j in range(pages):
-            token = begin + j * b
-            mine = warp == j % WARPS
-            pl.when(jnp.logical_and(mine, token < end))(functools.partial(inside, j, token))
-            if beyond is not None:
-                pl.when(jnp.logical_and(mine, token >= end))(beyond)
+    def read(index):
+        """A head inside the worker's part, if it is the stretch's, and the units to be done."""
+        head = Head.read(heads, jnp.minimum(index, last), mine, TILE)
+        units = lax.div(head.end - head.begin + UNIT_TILES - 1, UNIT_TILES)
+        if observed is not None:
+            units *= observed[head.row]
+        return head, jnp.where(index <= last, jnp.maximum(units, 0), 0)
 
-    def add_unit(unit, head):
-        begin = head.begin * TILE + unit * UNIT
-        end = jnp.minimum(head.end * TILE, head.length)
+    def is_whole(head: Head):
+        ends = head.start + head.tiles <= span.end
+        return jnp.logical_and(head.start >= span.begin, ends)
 
-        def places(j, token):
-            page = table[head.row, lax.div(token, b)]
-            return metric.at[pl.ds(page, 1)], metric_s.at[pl.ds(j, 1), pl.ds(0, b)]
+    def load(head: Head, unit, slot):
+        """Begin to copy in what a unit needs; warps meet, so its slot is no longer read."""
+        tile = head.start + head.begin + unit * UNIT_TILES
+        place = pl.ds(tile * (TILE // b), pages)
+        whole = is_whole(head)
+        shared = jnp.logical_not(whole)
+
+        def copy_lse():
+            row = lse_s.at[slot, pl.ds(0, c.padded_group)]
+            plgpu.copy_gmem_to_smem(lse.at[head.row], row, full.at[slot])
+
+        def copy_logits(g):
+            plgpu.copy_gmem_to_smem(logits.at[g, place], logits_s.at[slot, g], full.at[slot])
 
         @plgpu.warp_map
-        def _load_pages(warp):
-            def load_page(j, token):
-                plgpu.copy_gmem_to_smem(*places(j, token), loaded)
+        def _copies(warp):
+            for g in range(group):
+                pl.when(warp == g % WARPS)(functools.partial(copy_logits, g))
+            own = warp == group % WARPS
+            pl.when(jnp.logical_and(own, whole))(copy_lse)
+            skip = functools.partial(plgpu.barrier_arrive, full.at[slot])
+            pl.when(jnp.logical_and(own, shared))(skip)
 
-            skip_page = functools.partial(plgpu.barrier_arrive, loaded)
-            my_pages(warp, begin, end, load_page, skip_page)
-
-        first_page = lax.div(head.start * TILE + begin, b)
+    def add_unit(head: Head, unit, slot):
+        begin = head.begin * TILE + unit * UNIT
+        end = jnp.minimum(head.end * TILE, head.length)
+        of_head = jnp.where(is_whole(head), slot, SLOTS)
+        plgpu.barrier_wait(full.at[slot])
         added = plgpu.layout_cast(jnp.zeros((pages, b), jnp.float32), layout)
-        for g in range(c.group):
-            s = _load(logits.at[g, pl.ds(first_page, pages)], layout)
-            added += jnp.exp2(power * (s - lse_s[g]))
+        for g in range(group):
+            s = _load(logits_s.at[slot, g], layout)
+            added += jnp.exp2(power * (s - lse_s[of_head, g]))
         token = plgpu.broadcasted_iota(jnp.int32, (pages, b), 0, layout=layout) * b
         token += plgpu.broadcasted_iota(jnp.int32, (pages, b), 1, layout=layout)
         added = jnp.where(token < end - begin, added, jnp.zeros_like(added))
-        plgpu.barrier_wait(loaded)
-        place = metric_s.at[:, pl.ds(0, b)]
-        place[...] = _load(place, layout) + added
+        added_s[slot, :, pl.ds(0, b)] = added
         plgpu.commit_smem()
 
         @plgpu.warp_map
-        def _store_pages(warp):
-            def store_page(j, token):
-                there, here = places(j, token)
-                plgpu.copy_smem_to_gmem(here, there)
+        def _add_pages(warp):
+            # Page j belongs to warp j mod 4. Table entries first: they come at the same time.
+            own = [warp + j for j in range(0, pages, WARPS)]
+            first, last_page = lax.div(begin, b), lax.div(end - 1, b)
+            found = [table[head.row, jnp.minimum(first + j, last_page)] for j in own]
+            # Only the warp that began a copy can wait for it: those of the unit before have read
+            # the slot that the next one writes.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for j, page in zip(own, found, strict=True):
+                here, there = added_s.at[slot, pl.ds(j, 1), pl.ds(0, b)], metric.at[pl.ds(page, 1)]
+                pl.when(first + j <= last_page)(functools.partial(add_page, here, there))
 
-            my_pages(warp, begin, end, store_page)
-            # Only the warp that began a copy can wait for it.
-            plgpu.wait_smem_to_gmem(0)
+    def add_page(here, there):
+        if interpreted:
+            here[...] += there[...]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(here, there)
+        else:
+            plgpu.copy_smem_to_gmem(here, there, reduction_op="add")
 
-    @pl.loop(0, span.count)
-    def _head(i):
-        head = Head.read(heads, span.first + i, span, TILE)
-        units = lax.div((head.end - head.begin) * TILE + UNIT - 1, UNIT)
-        if observed is not None:
-            units *= observed[head.row]
-        # Heads of one unit each would otherwise all fall to the first worker.
-        first = lax.rem(worker + i, WORKERS)
-        whole = jnp.logical_and(head.begin == 0, head.end == head.tiles)
+    def add_head(carry):
+        index, head, units, ahead, step = carry
+        following, next_units = read(index + 1)
+        begins = jnp.logical_and(units > 0, ahead == 0)
+        pl.when(begins)(lambda: load(head, 0, lax.rem(step, SLOTS)))
 
-        @pl.when(jnp.logical_and(first < units, whole))
-        def _alone():
-            lse_s[...] = _load(lse.at[head.row], PER_QUERY_HEAD)
-
-        @pl.when(jnp.logical_and(first < units, jnp.logical_not(whole)))
+        @pl.when(jnp.logical_and(units > 0, jnp.logical_not(is_whole(head))))
         def _shared():
-            lse_s[...] = log_sum(head)
+            lse_s[SLOTS, pl.ds(0, c.padded_group)] = log_sum(head)
 
-        @pl.loop(0, lax.div(units - first + WORKERS - 1, WORKERS))
-        def _unit(turn):
-            add_unit(first + turn * WORKERS, head)
+        def turn(unit, step):
+            more = unit + 1 < units
+            then = Head(*(jnp.where(more, x, y) for x, y in zip(head, following, strict=True)))
+            slot = lax.rem(step + 1, SLOTS)
+            there_is = jnp.logical_or(more, next_units > 0)
+            pl.when(there_is)(lambda: load(then, jnp.where(more, unit + 1, 0), slot))
+            add_unit(head, unit, lax.rem(step, SLOTS))
+            return step + 1
+
+        step = lax.fori_loop(0, units, turn, step)
+        ahead = jnp.logical_and(units > 0, next_units > 0).astype(jnp.int32)
+        return index + 1, following, next_units, ahead, step
+
+    def unfinished(carry):
+        index, head = carry[:2]
+        return jnp.logical_and(index <= last, head.start < mine.end)
+
+    index = _head_at(heads, mine)
+    carry = index, *read(index), jnp.int32(0), jnp.int32(0)
+    lax.while_loop(unfinished, add_head, carry)
+
+    @plgpu.warp_map
+    def _drain(_):
+        plgpu.wait_smem_to_gmem(0)
