@@ -20,6 +20,7 @@ from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.decisions import Decode
 from kvjax.engine.needs import Need, needs_of, of_shapes, without_state
 from kvjax.engine.request import Request
+from kvjax.engine.sampling import effort
 from kvjax.engine.worker import Worker, num_top
 
 log = logging.getLogger(__name__)
@@ -182,9 +183,13 @@ class Beside:
         worker, rule = self._worker, cast(DecodeRule | None, decode.rule)
         count, top = len(decode.requests), num_top(decode.requests)
         key = worker.decode_key(count, rule, top, exact=True)
+        twin, slots = without_state(worker), [worker.config.num_rows] * count
+        if decode.steps == 1 and worker.decodes_once:
+            most = effort([request.sampling for request in decode.requests])
+            once = twin.once_call(slots, rule, top, most, exact=True)
+            self._want(once.key, lambda: once)
         if key in self._compiled.seconds:
             return [decode]
-        twin, slots = without_state(worker), [worker.config.num_rows] * count
         self._want(key, lambda: twin.decode_call(slots, 1, rule, top, exact=True))
         if self._can_decode(count, rule, top):
             return [decode]

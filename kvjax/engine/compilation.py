@@ -22,6 +22,7 @@ StepName = Literal[
     "probe",
     "start",
     "decode",
+    "decode once",
     "compress",
     "empty",
     "place",

@@ -1,4 +1,4 @@
-"""The third stage: decode steps, several at a time without the host.
+"""The third stage: decode steps, one or several at a time without the host.
 
 Pure functions; `config` and `rule` (what steps do to the numbers of each KV) are static. Each step
 takes the slots that take part by index and leaves the others alone, so its cost follows them, not
@@ -8,7 +8,7 @@ the number of slots.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -219,63 +219,131 @@ def decode(
         eos_ids: tokens that end a sequence.
         artefacts: calibrated arrays by name, for rules that read them.
     """
-    part = take_slots(cache, slots)
-    rows = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), state)
-    group = slots.shape[0]
-    told = None
-    if num_top is not None:
-        top = (num_steps, group, num_top)
-        told = LogProbs(
-            jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
-        )
+    loop = _Loop(config, rule, num_top, None, params, eos_ids, artefacts or {})
 
-    def go_on(carry):
-        step, ok, _, rows, _, _ = carry
-        return (step < limit) & ok & jnp.any(rows.active)
+    def go_on(run: _Run) -> Bool[Array, ""]:
+        return (run.step < limit) & run.ok & jnp.any(run.rows.active)
 
-    def one(carry):
-        step, _, part, rows, tokens, told = carry
+    run = lax.while_loop(go_on, loop.step, loop.begin(cache, state, slots, num_steps))
+    return _ended(cache, state, slots, num_steps, run)
+
+
+def decode_once(
+    config: ModelConfig,
+    rule: DecodeRule | None,
+    num_steps: int,
+    num_top: int | None,
+    effort: int,
+    params: nnx.State,
+    cache: PagedCache,
+    state: SlotState,
+    slots: Int32[Array, " G"],
+    eos_ids: Int32[Array, " E"],
+    artefacts: Mapping[str, Array] | None = None,
+) -> tuple[PagedCache, SlotState, DecodeReport]:
+    """One token for every active one of `slots`, without a loop and without branches.
+
+    At each turn of a loop and at each branch a GPU's host waits for the device; behind this step it
+    can dispatch the next one at once.
+
+    Args:
+        num_steps: most tokens of the loop that comes next, which the report counts blocks for
+            (static).
+        effort: what choosing a token takes of every row, from `sampling.effort` (static).
+
+    The others are those of `decode`.
+    """
+    loop = _Loop(config, rule, num_top, effort, params, eos_ids, artefacts or {})
+    first = loop.begin(cache, state, slots, 1)
+    # Where what is shared finds no room nothing runs.
+    waiting = dataclasses.replace(first.rows, active=first.rows.active & first.ok)
+    run = loop.step(first._replace(rows=waiting))
+    active = jnp.where(first.ok, run.rows.active, first.rows.active)
+    run = run._replace(ok=run.ok & first.ok, rows=dataclasses.replace(run.rows, active=active))
+    return _ended(cache, state, slots, num_steps, run)
+
+
+class _Run(NamedTuple):
+    """What decode steps carry from one to the next."""
+
+    step: Int32[Array, ""]
+    ok: Bool[Array, ""]
+    part: PagedCache
+    """The rows of the cache that take part."""
+    rows: SlotState
+    tokens: Int32[Array, "n G"]
+    told: LogProbs | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """What decode steps have in common."""
+
+    config: ModelConfig
+    rule: DecodeRule | None
+    num_top: int | None
+    effort: int | None
+    params: nnx.State
+    eos_ids: Int32[Array, " E"]
+    artefacts: Mapping[str, Array]
+
+    def begin(self, cache: PagedCache, state: SlotState, slots: Array, most: int) -> _Run:
+        """Before the first of at most so many steps."""
+        part = take_slots(cache, slots)
+        rows = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), state)
+        size, told = (most, slots.shape[0]), None
+        if self.num_top is not None:
+            top = (*size, self.num_top)
+            told = LogProbs(
+                jnp.zeros(size, jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
+            )
+        room = jnp.bool_(True)
+        if cache.shared is not None and self.rule is not None and self.rule.held:
+            part, room = unshare_slots(part, rows.active & rows.observed)
+        return _Run(jnp.int32(0), room, part, rows, jnp.full(size, -1, jnp.int32), told)
+
+    def step(self, run: _Run) -> _Run:
+        """One token for every active row."""
+        rows = run.rows
         part, out, ok = decode_step(
-            config, rule, params, part, rows.token, rows.active,
-            observed=rows.observed, artefacts=artefacts,
+            self.config, self.rule, self.params, run.part, rows.token, rows.active,
+            observed=rows.observed, artefacts=self.artefacts,
         )  # fmt: skip
         ran = rows.active & ok
-        new = sample(out, rows.sampling, part.seq_len)
+        new = sample(out, rows.sampling, part.seq_len, self.effort)
         token = jnp.where(ran, new, rows.token)
         remaining = rows.remaining - ran
-        ended = (jnp.isin(token, eos_ids) & rows.stop_at_eos) | (remaining <= 0)
+        ended = (jnp.isin(token, self.eos_ids) & rows.stop_at_eos) | (remaining <= 0)
         # A step without room writes −1 to its row; the loop is over then.
-        tokens = tokens.at[step].set(jnp.where(ran, token, -1))
+        tokens, told = run.tokens.at[run.step].set(jnp.where(ran, token, -1)), run.told
         if told is not None:
             step_told = log_probs(out, token, told.top.shape[-1])
-            told = jax.tree.map(lambda all_, one_: all_.at[step].set(one_), told, step_told)
+            told = jax.tree.map(lambda all_, one_: all_.at[run.step].set(one_), told, step_told)
         rows = dataclasses.replace(
             rows, token=token, remaining=remaining, active=rows.active & ~(ran & ended)
         )
-        return step + 1, ok, part, rows, tokens, told
+        return _Run(run.step + 1, ok, part, rows, tokens, told)
 
-    tokens = jnp.full((num_steps, group), -1, jnp.int32)
-    room = jnp.bool_(True)
-    if cache.shared is not None and rule is not None and rule.held:
-        part, room = unshare_slots(part, rows.active & rows.observed)
-    first = (jnp.int32(0), room, part, rows, tokens, told)
-    _, ok, part, rows, tokens, told = lax.while_loop(go_on, one, first)
 
-    b = cache.block_size
+def _ended(
+    cache: PagedCache, state: SlotState, slots: Array, num_steps: int, run: _Run
+) -> tuple[PagedCache, SlotState, DecodeReport]:
+    """What steps have done, put where it belongs, and what the host is told of it."""
+    b, part, rows = cache.block_size, run.part, run.rows
     context_len = part.context_len
     coming = jnp.where(rows.active, jnp.minimum(rows.remaining, num_steps), 0)
     grown = blocks_for(context_len + coming[:, None, None], b)
     owned = blocks_for(context_len, b)
     report = DecodeReport(
-        tokens,
+        run.tokens,
         rows.active,
         jnp.sum(owned, axis=(1, 2)),
         jnp.sum(context_len, axis=(1, 2)),
         jnp.max(context_len, axis=(1, 2)),
         jnp.sum(grown - owned, axis=(1, 2)),
         free_blocks(part),
-        ok,
-        told,
+        run.ok,
+        run.told,
     )
     state = jax.tree.map(lambda all_, some: all_.at[slots].set(some, mode="drop"), state, rows)
     return put_slots(cache, slots, part), state, report

@@ -40,6 +40,7 @@ from kvjax.engine.metrics import EngineMetrics
 from kvjax.engine.needs import Need
 from kvjax.engine.outbox import Outbox
 from kvjax.engine.request import FinishReason, Request
+from kvjax.engine.sampling import effort
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.text import RequestText
 from kvjax.engine.worker import Worker, num_top
@@ -374,6 +375,7 @@ class Engine:
                 decode.steps,
                 cast(DecodeRule | None, decode.rule),
                 num_top(requests),
+                effort([r.sampling for r in requests]),
             )
         except Exception as error:
             alone = len(requests) == 1 or self.agreement is not None

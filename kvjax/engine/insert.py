@@ -54,6 +54,7 @@ class InsertReport:
 
 def start(
     num_top: int | None,
+    effort: int | None,
     cache: PagedCache,
     state: SlotState,
     new: Start,
@@ -64,6 +65,7 @@ def start(
 
     Args:
         num_top: likeliest tokens to report (static); None reports no probabilities at all.
+        effort: what choosing the token takes (`sampling.effort`), if the host says so (static).
         cache: the cache, with the prompt in it.
         state: the slots' states (donate them).
         new: the sequence's settings.
@@ -71,7 +73,7 @@ def start(
         ok: whether the prompt is really there; if not, the slot stays as it was.
     """
     position = cache.seq_len[new.slot][None]
-    token = sample(new.logits[None], new.sampling, position)
+    token = sample(new.logits[None], new.sampling, position, effort)
     ended = jnp.isin(token[0], eos_ids) & new.stop_at_eos
     active = ok & ~ended & (new.remaining > 1)
     row = SlotState(

@@ -18,6 +18,7 @@ from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.job import PromptJob
 from kvjax.engine.prefixes import Plan, Prefix, Prefixes
 from kvjax.engine.request import Request
+from kvjax.engine.sampling import effort
 from kvjax.engine.worker import Worker, num_top
 
 
@@ -79,6 +80,9 @@ def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
     for group in worker.decode_sizes:
         slots = [outside] * group
         yield _need(worker.decode_call(slots, 1, request.method.decode, top, exact=True))
+        if worker.decodes_once:
+            most = effort([request.sampling])
+            yield _need(worker.once_call(slots, request.method.decode, top, most, exact=True))
     if request.budget is None:
         return
     most = request.compression.max_kvs_per_step

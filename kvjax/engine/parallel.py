@@ -301,6 +301,7 @@ class Parallel:
         """
         cache = self.cache_spec
         started = dataclasses.replace(_of_fields(InsertReport), kept=_BY_HEAD, free=_BY_BLOCK)  # type: ignore[type-var]
+        decoding = (lambda out: (*out[:2], _decoded(out[2])), (cache, SAME, SAME))
         return {
             "prefill": (_as_is, (_PROMPT, SAME)),
             "prefill in scratch": (_as_is, (_PROMPT, SAME)),
@@ -309,7 +310,8 @@ class Parallel:
             "probe": (_as_is, _BY_HEAD),
             "start": (lambda out: (out[0], _started(out[1])), (SAME, started)),
             "place": (_placed, (cache, SAME, SAME, SAME)),
-            "decode": (lambda out: (*out[:2], _decoded(out[2])), (cache, SAME, SAME)),
+            "decode": decoding,
+            "decode once": decoding,
             "compress": (lambda out: (out[0], out[1][:, None]), (cache, _BY_HEAD)),
             "kept": (_as_is, _BY_HEAD),
         }

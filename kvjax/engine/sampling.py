@@ -1,7 +1,8 @@
 """Sampling on the device, with its own settings for every sequence of a batch."""
 
 import dataclasses
-from typing import no_type_check
+from collections.abc import Iterable
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -109,19 +110,37 @@ def sampling_row(params: SamplingParams) -> SamplingState:
     )
 
 
+GREEDY, DRAWN, FILTERED = range(3)
+"""What choosing a token takes: nothing but the likeliest, a draw, a draw from some of them."""
+
+
+def effort(rows: Iterable[SamplingParams]) -> int:
+    """The most that any of some rows takes."""
+    return max(_effort(row.temperature, row.top_k, row.top_p, row.min_p) for row in rows)
+
+
+def _effort(temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
+    """Of numbers, or of arrays of them."""
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    return (temperature > 0) * (DRAWN + filtered)
+
+
 def sample(
-    logits: Float[Array, "S V"], state: SamplingState, position: Int32[Array, " S"]
+    logits: Float[Array, "S V"],
+    state: SamplingState,
+    position: Int32[Array, " S"],
+    effort: int | None = None,
 ) -> Int32[Array, " S"]:
     """The next token of every slot.
 
     The random number of a token depends on its slot's seed and on `position`, the number of tokens
     before it, and on nothing else of the batch. Ties of a greedy choice go to the lowest id.
+    `effort` (static) says what the rows take, if the host knows it.
     """
     logits = logits.astype(jnp.float32)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     drawn = state.temperature > 0
-    filtered = drawn & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))
 
     def draw(filters: bool):
         scaled = logits / jnp.maximum(state.temperature, 1e-6)[:, None]
@@ -134,9 +153,12 @@ def sample(
         token = _draw(jax.nn.softmax(scaled, axis=-1), jax.vmap(uniform)(state.seed, position))
         return jnp.where(drawn, token, greedy).astype(jnp.int32)
 
+    choices = [lambda: greedy, lambda: draw(False), lambda: draw(True)]
+    if effort is not None:
+        return choices[effort]()
     # One choice of three: on GPUs the host waits for the device at each.
-    effort = jnp.any(drawn).astype(jnp.int32) + jnp.any(filtered)
-    return lax.switch(effort, [lambda: greedy, lambda: draw(False), lambda: draw(True)])
+    rows = _effort(state.temperature, state.top_k, state.top_p, state.min_p)
+    return lax.switch(jnp.max(rows).astype(jnp.int32), choices)
 
 
 def _draw(p: Float[Array, "S V"], uniform: Float[Array, " S"]) -> Int32[Array, " S"]:

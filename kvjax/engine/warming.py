@@ -1,5 +1,6 @@
 """Steps that are compiled before they are needed: what `LLM.warm_up` does, in parts."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from kvjax.engine.checks import checked_request
 from kvjax.engine.interrupts import held
 from kvjax.engine.needs import needs_of, sharing
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams
+from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams, effort
 from kvjax.engine.worker import Worker
 
 if TYPE_CHECKING:
@@ -87,13 +88,16 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
             # A slot that does not exist refuses the prompt.
             worker.insert(job, outside, top)
 
-    def shares(one: Request) -> None:
+    def others(one: Request) -> None:
         worker.compiled.compile([need.call() for need in needs_of(worker, one)])
 
     yield prompt
     for group in worker.decode_sizes:
         slots = [outside] * group
         yield functools.partial(worker.decode, slots, 0, request.method.decode, top)
+        if worker.decodes_once:
+            most = effort([request.sampling])
+            yield functools.partial(worker.decode, slots, 1, request.method.decode, top, most)
     if request.budget is not None:
         method, most = request.method, request.compression.max_kvs_per_step
         for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):
@@ -101,4 +105,8 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
             yield functools.partial(worker.compress, slots, slots, slots, method, most, longest)
     yield functools.partial(worker.empty, [])
     for one in sharing(worker, request):
-        yield functools.partial(shares, one)
+        yield functools.partial(others, one)
+    for drawn in ({}, {"top_p": 0.5}) if worker.decodes_once else ():
+        # Where tokens are drawn, others choose the first one.
+        sampling = dataclasses.replace(request.sampling, temperature=1.0, **drawn)
+        yield functools.partial(others, dataclasses.replace(request, sampling=sampling))

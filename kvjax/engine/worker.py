@@ -29,7 +29,7 @@ from kvjax.engine.parallel import Parallel
 from kvjax.engine.probe import Bench
 from kvjax.engine.probing import Probing
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import MAX_LOGPROBS, sampling_row
+from kvjax.engine.sampling import FILTERED, MAX_LOGPROBS, effort, sampling_row
 from kvjax.engine.steps import ON_ONE_DEVICE
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype
@@ -92,6 +92,9 @@ class Worker:
         self.cache: PagedCache
         self.cache, self.state = self._new_cache(), self._new_state()
         slots, width = config.max_batch, self.cache.max_blocks
+        self.decodes_once = jax.default_backend() != "cpu"
+        """Whether single decode steps have a step of their own, which the host does not wait for;
+        on CPUs it does in any case, and one more would have to be compiled."""
         if jax.default_backend() == "cpu":
             self.decode_sizes = sizes_upto(slots, 1, 2)
             # Compressions are rare: fewer sizes, so that fewer are compiled.
@@ -362,8 +365,11 @@ class Worker:
         self, request: Request, slot: int, logits: Any, fits: Any, num_top: int | None
     ) -> StepCall:
         new = self._start(request, slot, logits)
-        args = (num_top, self.cache, self.state, new, self.eos_ids, fits)
-        return self._call(StepKey("start", num_top=num_top), args)
+        # As of single decode steps, which the host does not wait for either.
+        known = effort([request.sampling]) if self.decodes_once else None
+        args = (num_top, known, self.cache, self.state, new, self.eos_ids, fits)
+        sizes = () if known is None else (known,)
+        return self._call(StepKey("start", sizes=sizes, num_top=num_top), args)
 
     def _start(self, request: Request, slot: int, logits: Any) -> Start:
         return Start(
@@ -376,12 +382,41 @@ class Worker:
         )
 
     def decode(
-        self, slots: Sequence[int], limit: int, rule: DecodeRule | None, num_top: int | None
+        self,
+        slots: Sequence[int],
+        limit: int,
+        rule: DecodeRule | None,
+        num_top: int | None,
+        most: int = FILTERED,
     ) -> DecodeReport:
-        """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding."""
-        call = self.decode_call(slots, limit, rule, num_top)
+        """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding.
+        `most`: what choosing a token takes of them (`effort`)."""
+        call = None
+        if limit == 1 and self.decodes_once:
+            call = self.once_call(slots, rule, num_top, most)
+        if call is None or (self.compiled.flexible and call.key not in self.compiled.seconds):
+            call = self.decode_call(slots, limit, rule, num_top)
         self.cache, self.state, report = self.compiled.run(call)
         return report
+
+    def once_call(
+        self,
+        slots: Sequence[int],
+        rule: DecodeRule | None,
+        num_top: int | None,
+        most: int,
+        exact: bool = False,
+    ) -> StepCall:
+        """A single decode step."""
+
+        def key(group: int) -> StepKey:
+            return StepKey("decode once", rule, (group, most), num_top)
+
+        group = self.compiled.fitting(len(slots), self.decode_sizes, key, exact)
+        static = (self.model, rule, self.config.decode_steps_per_sync, num_top, most)
+        rows = self._rows(slots, group)
+        args = (self.params, self.cache, self.state, rows, self.eos_ids, self.artefacts)
+        return self._call(key(group), (*static, *args))
 
     def decode_key(
         self, count: int, rule: Hashable, num_top: int | None, exact: bool = False
@@ -403,18 +438,19 @@ class Worker:
     ) -> StepCall:
         key = self.decode_key(len(slots), rule, num_top, exact)
         num_steps = self.config.decode_steps_per_sync
-        rows: Any = self._padded(slots, key.sizes[0])
         most: Any = np.int32(min(limit, num_steps))
         if self.parallel is not None:
-            rows, most = (
-                self.parallel.numbers(tuple(rows.tolist())),
-                self.parallel.numbers(int(most)),
-            )
+            most = self.parallel.numbers(int(most))
         args = (
             self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
-            rows, most, self.eos_ids, self.artefacts,
+            self._rows(slots, key.sizes[0]), most, self.eos_ids, self.artefacts,
         )  # fmt: skip
         return self._call(key, args)
+
+    def _rows(self, slots: Sequence[int], group: int) -> Any:
+        """`_padded` for a decode step, where it lies for each device."""
+        rows = self._padded(slots, group)
+        return rows if self.parallel is None else self.parallel.numbers(tuple(rows.tolist()))
 
     def compress(
         self,

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.engine.sampling import SamplingParams, _draw, init_sampling, sample, sampling_row
+from kvjax.engine.sampling import (
+    SamplingParams,
+    _draw,
+    effort,
+    init_sampling,
+    sample,
+    sampling_row,
+)
 from kvjax.errors import UserError
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(1, 50)) * 2, jnp.float32)
@@ -42,6 +49,27 @@ def draws(params: SamplingParams, count: int = 4000) -> np.ndarray:
 def test_greedy_takes_the_first_of_the_likeliest():
     scores = jnp.asarray([[0.0, 3.0, 3.0, 1.0]])
     assert int(sample(scores, init_sampling(1), jnp.zeros(1, jnp.int32))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "most"),
+    [
+        ([{}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}], 0),  # greedy all the same
+        ([{}, {"temperature": 0.5}], 1),
+        ([{"temperature": 2}, {}, {"temperature": 1, "top_k": 5}], 2),
+        ([{"temperature": 1, "top_p": 0.9}, {"temperature": 1}], 2),
+        ([{"temperature": 1, "min_p": 0.1}], 2),
+    ],
+)
+def test_what_the_host_knows_of_rows_changes_no_token(rows, most):
+    params = [SamplingParams(seed=n, **row) for n, row in enumerate(rows)]
+    assert effort(params) == most
+    state = jax.tree.map(lambda *x: jnp.concatenate(x), *map(sampling_row, params))
+    scores = jax.random.normal(jax.random.key(0), (len(rows), 40)) * 3
+    for position in range(20):
+        at = jnp.full(len(rows), position, jnp.int32)
+        told = sample(scores, state, at, most)
+        np.testing.assert_array_equal(told, sample(scores, state, at))
 
 
 FILTERS = [

@@ -5,6 +5,7 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -98,6 +99,44 @@ def test_a_chunk_is_dispatched_before_decode_steps_report(tiny_params, monkeypat
     # Four chunks of 30, of which none runs with the first prompt.
     assert " ".join(log).count("decode advance on_host") == 4 * ahead
     assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(12))
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_p": 0.8, "logprobs": 2}],
+    ids=["greedy", "drawn", "filtered"],
+)
+@pytest.mark.parametrize("rule", [FULL, SMALL])
+def test_single_steps_do_what_a_loop_does(tiny_params, sampling, rule):
+    """While a prompt comes in, on GPUs: in another compiled step, which knows how tokens are
+    chosen."""
+    prompts = prompts_of(20, 120, 33)
+    params = [greedy(12, **sampling), greedy(9), greedy(1, **sampling)]
+
+    def outputs(once: bool) -> tuple:
+        llm = make_llm(tiny_params, rule)
+        llm.worker.decodes_once = llm.engine.runs_ahead = once
+        found = llm.generate(prompts, params)
+        assert_empty(llm)
+        steps = {key.step for key in llm.worker.compiled.seconds}
+        assert ("decode once" in steps) is once
+        return tokens_of(found), [o.logprobs for o in found], [o.stats.kept for o in found]
+
+    alone_, in_loops = outputs(True), outputs(False)
+    assert alone_[0] == in_loops[0]
+    for one, other in zip(alone_[1:], in_loops[1:], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_single_step_without_room_changes_nothing(tiny_params):
+    """It is tried again once there is some, as a loop is."""
+    prompts = prompts_of(30, 40, 33, 24)
+    llm = make_llm(tiny_params, FULL, TIGHT, decode_steps_per_sync=1)
+    llm.worker.decodes_once = True
+    outputs = llm.generate(prompts, greedy(40))
+    assert sum(output.stats.preemptions for output in outputs) > 0
+    assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(40))
     assert_empty(llm)
 
 

@@ -1,6 +1,7 @@
 """The engine's decode step on a GPU that is not there: one work list for all layers, lowered."""
 
 import functools
+import re
 
 import jax
 import jax.extend.core
@@ -9,7 +10,8 @@ import pytest
 
 from kvjax.cache import as_codec, init_cache
 from kvjax.cache.methods import get_method
-from kvjax.engine.decode import decode_step
+from kvjax.engine import sampling
+from kvjax.engine.decode import decode, decode_once, decode_step, init_slots
 from kvjax.kernels.paged_attention import worklist
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import abstract_params
@@ -29,9 +31,8 @@ SLOTS = 5
 PROGRAMS = 2 * 132
 
 
-def traced(method: str, stored: str | None = None):
-    """The decode step, traced for the device of the mesh in use."""
-    cache = jax.eval_shape(
+def abstract_cache(stored: str | None = None):
+    return jax.eval_shape(
         lambda: init_cache(
             num_slots=SLOTS,
             num_layers=MODEL.num_layers,
@@ -43,6 +44,11 @@ def traced(method: str, stored: str | None = None):
             codec=as_codec(stored, jnp.bfloat16),
         )
     )
+
+
+def traced(method: str, stored: str | None = None):
+    """The decode step, traced for the device of the mesh in use."""
+    cache = abstract_cache(stored)
     params = abstract_params(MODEL, jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
     active = jax.ShapeDtypeStruct((SLOTS,), jnp.bool_)
@@ -79,3 +85,25 @@ def test_one_work_list_per_step(method: str, stored: str | None) -> None:
 
 def test_no_work_list_where_none_is_used() -> None:
     assert not list(programs_built(traced("full").jaxpr.jaxpr))
+
+
+@pytest.mark.parametrize("effort", [sampling.GREEDY, sampling.DRAWN, sampling.FILTERED])
+def test_a_single_step_makes_the_host_wait_for_nothing(effort: int) -> None:
+    """At a loop's turns and at branches it does, and what comes behind is dispatched late."""
+    rule = get_method("kv-compress-continual").decode
+    state = jax.eval_shape(lambda: init_slots(SLOTS))
+    slots, eos = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    params = abstract_params(MODEL, jnp.bfloat16, stacked=False)
+
+    def text(step, *more) -> str:
+        given = (params, abstract_cache(), state, slots, *more, eos)
+        with jax.sharding.use_abstract_mesh(H200):
+            lowered = jax.jit(step).trace(*given).lower(lowering_platforms=("cuda",))
+        return lowered.as_text()
+
+    waits = re.compile(r"stablehlo\.(while|case|if)\b")
+    once = functools.partial(decode_once, MODEL, rule, 8, None, effort)
+    assert not waits.findall(text(once))
+    loop = functools.partial(decode, MODEL, rule, 8, None)
+    limit = jax.ShapeDtypeStruct((), jnp.int32)
+    assert {"while", "case"} == set(waits.findall(text(loop, limit)))
