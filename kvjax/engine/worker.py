@@ -92,9 +92,9 @@ class Worker:
         self.cache: PagedCache
         self.cache, self.state = self._new_cache(), self._new_state()
         slots, width = config.max_batch, self.cache.max_blocks
-        self.decodes_once = jax.default_backend() != "cpu"
-        """Whether single decode steps have a step of their own, which the host does not wait for;
-        on CPUs it does in any case, and one more would have to be compiled."""
+        self.decodes_once = jax.default_backend() == "gpu"
+        """Whether a single decode step is compiled without a loop, at whose turns and branches the
+        host of a GPU waits for it."""
         if jax.default_backend() == "cpu":
             self.decode_sizes = sizes_upto(slots, 1, 2)
             # Compressions are rare: fewer sizes, so that fewer are compiled.

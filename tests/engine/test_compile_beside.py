@@ -240,6 +240,30 @@ def test_a_batch_whose_step_compiles_runs_in_parts(tiny_params):
     run(main())
 
 
+def test_single_steps_are_of_use_once_they_are_compiled(tiny_params, expected):
+    """Loops do until then, and nobody waits for them."""
+
+    async def main():
+        async with gated(tiny_params, lambda call: call.key.step == "decode once") as (llm, gate):
+            llm.llm.worker.decodes_once = llm.llm.engine.runs_ahead = True
+
+            async def both() -> list[RequestOutput]:
+                asked = (llm.add(prompt, greedy(20)) for prompt in prompts_of(SHORT, LONG))
+                return await asyncio.gather(*map(last_of, asked))
+
+            assert [output.token_ids for output in await both()] == expected
+            await reached(gate.reached)
+            assert "decode once" not in {key.step for key in llm.llm.worker.compiled.seconds}
+            gate.open.set()
+            while "decode once" not in {key.step for key in llm.llm.worker.compiled.seconds}:
+                await asyncio.sleep(0.01)
+            assert [output.token_ids for output in await both()] == expected
+            assert metric(llm, "compile_stalls_total") == 0
+        assert_empty(llm.llm)
+
+    run(main())
+
+
 def test_a_warm_up_holds_up_nobody(tiny_params, expected):
     async def main():
         async with gated(tiny_params) as (llm, gate):

@@ -30,7 +30,7 @@ BLOCKS = 20 * HEADS
 # Nothing is donated: tests go on from the same cache.
 _prefill = jax.jit(prefill.prefill, static_argnums=(0, 1))
 _place = jax.jit(insert.place)
-_start = jax.jit(insert.start, static_argnums=0)
+_start = jax.jit(insert.start, static_argnums=(0, 1))
 _decode = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3))
 _empty = jax.jit(reclaim.empty)
 _compress = jax.jit(reclaim.compress_slots, static_argnums=(0, 1))
@@ -88,7 +88,9 @@ class Bench:
             sampling_row(SamplingParams(**sampling)),
         )
         self.cache, _, _, ok = _place(None, {}, self.cache, made, np.int32(BUDGET), np.int32(slot))
-        self.state, report = _start(TOP, self.cache, self.state, row, np.asarray(eos, np.int32), ok)
+        self.state, report = _start(
+            TOP, None, self.cache, self.state, row, np.asarray(eos, np.int32), ok
+        )
         return report
 
     def visit(self, *slots: int, limit: int = STEPS, eos=NO_EOS) -> decode.DecodeReport:
