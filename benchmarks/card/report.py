@@ -25,6 +25,8 @@ VARIANTS = (" prefetched", " interleaved")
 """How names of parts end that `benchmarks.card.attention` times for a variant of a kernel."""
 LARGE_POOL = ", large pool"
 """In the name of a step over a pool that takes all of the memory."""
+EARLIER = " †"
+"""Marks rows of a table that were measured with an earlier source than the last of their file."""
 LARGE = 10**9
 """Bytes of keys and values from which on attention must reach the bandwidth."""
 PAPER, GOAL = 5.18, 8.0
@@ -70,8 +72,12 @@ def read(folder: Path, prefix: str) -> tuple[dict[str, Any], Parts]:
         if file.exists():
             content = json.loads(file.read_text(encoding="utf-8"))
             machine = content["machine"] or machine
-            # Each call measures the peaks again.
-            parts |= {f"{name} {k}" if k == "peaks" else k: v for k, v in content["parts"].items()}
+            # What was measured last stands last.
+            latest = next(reversed(content["parts"].values()), {}).get("source")
+            for part, row in content["parts"].items():
+                # Each call measures the peaks again.
+                named = f"{name} {part}" if part == "peaks" else part
+                parts[named] = row | {"earlier": row["source"] != latest}
     return machine, parts
 
 
@@ -210,6 +216,11 @@ def at_most(most: float) -> Callable[[float], bool]:
     return lambda got: got <= most
 
 
+def marked(name: str, row: Row) -> str:
+    """The name of a row in a table."""
+    return name + EARLIER if row.get("earlier") else name
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Markdown."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -235,7 +246,10 @@ def page(prefix: str, machine: dict[str, Any], parts: Parts) -> str:
     sources = {(name.startswith("throughput"), row["source"]) for name, row in parts.items()}
     # Tokens per second depend on more of it.
     if len(sources) > len({served for served, _ in sources}):
-        said.append("Not all of it was measured with the same source of the package.")
+        said.append(
+            f"Not all of it was measured with the same source of the package{EARLIER}: with an "
+            "earlier one."
+        )
     verdicts = {True: "reached", False: "**missed**", None: ""}
     rows = [(q.asked, q.wanted, q.got, verdicts[q.met]) for q in questions(parts)]
     said += ["## Asked and answered", table(("asked", "wanted", "got", ""), rows)]
@@ -256,7 +270,7 @@ def _tables(parts: Parts) -> Iterator[str]:
     ):
         rows = [
             (
-                name,
+                marked(name, row),
                 f"{row['us']:,.1f}",
                 f"{row['bytes'] / 1e9:.3f}",
                 f"{row['share_of_copy']:.1%}",
@@ -288,14 +302,14 @@ def _tables(parts: Parts) -> Iterator[str]:
             worst = max(row["errors"].values())
             more = f"{row['wraps']:.0f} times around the ring" if row.get("wraps") else ""
             chosen = row["chosen"].partition(":")[0]
-            lines.append((name, chosen, f"{worst:.1e}", f"{row['limit']:.0e}", more))
+            lines.append((marked(name, row), chosen, f"{worst:.1e}", f"{row['limit']:.0e}", more))
         yield table(("call", "kernel", "worst error", "allowed", ""), lines)
 
 
 def _throughput_row(row: Row) -> tuple[str, ...]:
     phases = row["seconds_by_phase"]
     return (
-        "none" if row["rate"] is None else f"{row['rate']:g}×",
+        marked("none" if row["rate"] is None else f"{row['rate']:g}×", row),
         f"{row['total_tokens_per_second']:,.0f}",
         f"{row['output_tokens_per_second']:,.0f}",
         f"{row['max_batch']}",

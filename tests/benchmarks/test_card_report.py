@@ -112,8 +112,16 @@ def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> No
     assert "64 prompts of 6,000 tokens" in text
 
 
-@pytest.mark.parametrize("kind", ["decode", "throughput"])
-def test_the_page_says_where_the_source_has_changed_meanwhile(kind: str, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("kind", "part", "marked"),
+    [
+        ("decode", "attention: 8B 32 × 8192 uniform b=16", "8B 32 × 8192 uniform b=16"),
+        ("throughput", "throughput: rate 64", "64×"),
+    ],
+)
+def test_the_page_says_where_the_source_has_changed_meanwhile(
+    kind: str, part: str, marked: str, tmp_path, capsys
+) -> None:
     """That of call C is another one than those of A and B, whose is the same."""
     write_results(tmp_path)
     file = tmp_path / "h200-throughput.json"
@@ -123,10 +131,15 @@ def test_the_page_says_where_the_source_has_changed_meanwhile(kind: str, tmp_pat
     assert said not in capsys.readouterr().out
     file = tmp_path / f"h200-{kind}.json"
     content = json.loads(file.read_text())
-    next(iter(content["parts"].values()))["source"] = "before"
+    content["parts"][part]["source"] = "before"
     file.write_text(json.dumps(content))
     assert main_of(report.main, ["--results", str(tmp_path)]) == 0
-    assert said in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert said in text
+    assert [line for line in text.splitlines() if line.startswith("| ") and "†" in line] == [
+        line for line in text.splitlines() if line.startswith(f"| {marked} † |")
+    ]
+    assert f"| {marked} † |" in text
 
 
 def test_the_page_knows_every_variant_that_is_timed() -> None:
