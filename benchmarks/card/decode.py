@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from benchmarks.card.attention import EXPECTED, VARIANTS, attention_part, shares
 from benchmarks.card.parts import AT_ONCE, NO_TUNING, Group, Machine, Part, Program
 from benchmarks.card.peaks import hashed, peaks_group
+from benchmarks.card.trace import traced
 from benchmarks.kernels.cases import Case, decode_cases, dense_cache
 from kvjax.cache import allocate, as_codec, get_method, init_cache
 from kvjax.cache.store import KVWindow
@@ -92,8 +93,8 @@ class Step:
 
     @property
     def steps(self) -> int:
-        """All that are run."""
-        return STEPS * (LOOPS + 1)
+        """All that are run: to warm up, for the time, and for the trace."""
+        return STEPS * (LOOPS + 2)
 
     def cache(self) -> Any:
         """A cache in which every head holds `held` KVs, all unlike."""
@@ -228,6 +229,7 @@ def step_part(
         found = shares(machine, seconds, moved, tokens_per_second=round(seqs / seconds))
         if step.pool_bytes is not None:
             found["pool_bytes"] = step.pool_bytes
+        found["trace"] = traced(loop)
         return found | {"good": bool(jnp.all(carry[0].seq_len == step.held + step.steps))}
 
     return Part(name, run, programs, seconds=12, limit=60)

@@ -328,7 +328,17 @@ def report_of(call: str, options: argparse.Namespace) -> int:
 
 def said_of(row: dict[str, Any]) -> str:
     """A row in one line."""
-    skipped = ("source", "date", "attempts", "optional", "rows", "memory", "versions", "limits")
+    skipped = (
+        "source",
+        "date",
+        "attempts",
+        "optional",
+        "rows",
+        "memory",
+        "versions",
+        "limits",
+        "trace",
+    )
     text = ", ".join(f"{key} {value}" for key, value in row.items() if key not in skipped)
     return text if len(text) <= 300 else f"{text[:300]} …"
 

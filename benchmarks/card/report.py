@@ -29,6 +29,8 @@ EARLIER = " †"
 """Marks rows of a table that were measured with an earlier source than the last of their file."""
 LARGE = 10**9
 """Bytes of keys and values from which on attention must reach the bandwidth."""
+KERNELS = 14
+"""Kernels of a trace that are listed."""
 PAPER, GOAL = 5.18, 8.0
 """Tokens per second at 64× over none, at 6,000 tokens on an L4: the paper's, and what is wanted."""
 UNMEASURED = """# On a GPU
@@ -295,6 +297,10 @@ def _tables(parts: Parts) -> Iterator[str]:
             f"{first['output_len']} out each, a pool of {first['pool_tokens']:,} tokens."
         )
         yield table(head, [_throughput_row(row) for row in rows.values()])
+    for kind in ("step", "trace"):
+        for name, row in of(parts, kind).items():
+            if (trace := row.get("trace")) and trace["kernels"]:
+                yield from _kernels(marked(name, row), trace)
     if rows := {**of(parts, "right"), **of(parts, "ring")}:
         yield "## Right"
         lines = []
@@ -304,6 +310,22 @@ def _tables(parts: Parts) -> Iterator[str]:
             chosen = row["chosen"].partition(":")[0]
             lines.append((marked(name, row), chosen, f"{worst:.1e}", f"{row['limit']:.0e}", more))
         yield table(("call", "kernel", "worst error", "allowed", ""), lines)
+
+
+def _kernels(name: str, trace: Row) -> Iterator[str]:
+    """Which kernels ran, under the profiler."""
+    busy, span = trace["busy_us"], trace["span_us"]
+    yield f"## Kernels: {name}"
+    yield (
+        f"{busy / 1e3:,.1f} ms in which any ran, of {span / 1e3:,.1f} ms under the profiler, which "
+        "makes the host slower."
+    )
+    lines = [
+        (f"`{row['kernel']}`", f"{row['times']:,}", f"{row['us'] / row['times']:,.1f}",
+         f"{row['us'] / busy:.1%}")
+        for row in trace["kernels"][:KERNELS]
+    ]  # fmt: skip
+    yield table(("kernel", "times", "µs each", "of the busy time"), lines)
 
 
 def _throughput_row(row: Row) -> tuple[str, ...]:

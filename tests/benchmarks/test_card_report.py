@@ -27,6 +27,13 @@ def served(rate: float | None, speed: float, host: float) -> dict[str, Any]:
     )  # fmt: skip
 
 
+TRACE = {
+    "busy_us": 6000.0,
+    "span_us": 7500.0,
+    "kernels": [{"kernel": "gemm", "times": 64, "us": 3200.0}],
+}
+
+
 def write_results(folder: Path) -> None:
     """Made-up files of the three calls."""
     machine = {"device": "NVIDIA H200", "card": "NVIDIA H200, 1.2, 3", "versions": {"jax": "9.9"}}
@@ -49,7 +56,9 @@ def write_results(folder: Path) -> None:
         "attention: 8B 32 × 8192 uniform b=16 interleaved": timing(600, 1.07e9, 0.45),
         "attention: 8B 32 × 8192 zipf b=16": timing(310, 1.07e9, 0.86),
         "attention: 8B 64 × 1024 uniform b=16": timing(90, 0.27e9, 0.7),
-        "step: llama3.1-8b, 64 × 1024, full": timing(7000, 24e9, 0.82, tokens_per_second=9143),
+        "step: llama3.1-8b, 64 × 1024, full": timing(
+            7000, 24e9, 0.82, tokens_per_second=9143, trace=TRACE
+        ),
         "step: llama3.1-8b, 256 × 1024, full": timing(9000, 50e9, 0.9, tokens_per_second=28444),
         "step: llama3.1-8b, 256 × 1024, large pool, full": timing(
             9900, 50e9, 0.8, tokens_per_second=25858, pool_bytes=55 * 10**9
@@ -108,6 +117,8 @@ def test_the_page_says_what_was_asked_reached_and_missed(tmp_path, capsys) -> No
     }
     assert "| tokens per second at 64× over none | ≥ 5.18× | 6.00× | reached |" in text
     assert "| tokens per second at 64× over none | ≥ 8× | 6.00× | **missed** |" in text
+    assert "## Kernels: llama3.1-8b, 64 × 1024, full\n\n6.0 ms in which any ran, of 7.5 ms" in text
+    assert "| `gemm` | 64 | 50.0 | 53.3% |" in text
     assert "| right: broken | XlaRuntimeError: a / b |" in text
     assert "64 prompts of 6,000 tokens" in text
 
