@@ -98,6 +98,12 @@ def questions(parts: Parts) -> Iterator[Question]:
     yield from _attention(of(parts, "attention"))
     yield from _steps(of(parts, "step"))
     yield from _throughput(of(parts, "throughput"))
+    for name, row in of(parts, "trace").items():
+        if "seconds" in row and row["trace"]["kernels"]:
+            # Kernels take as long without the profiler, and the host less.
+            idle = 1 - row["trace"]["busy_us"] / 1e6 / row["seconds"]
+            what = f"no kernel runs, {marked(name, row)}, {row['prompts']} prompts"
+            yield asked(what, "≤ 3 %", idle, at_most(0.03), "{:.1%}")
 
 
 def asked(
