@@ -258,14 +258,16 @@ def run_children(
                     cwd=Path(__file__).parents[2],
                 )
             )
-        while any(process.poll() is None for process in processes):
+        waited = dict(enumerate(processes))
+        while waited := {n: p for n, p in waited.items() if p.poll() is None}:
             time.sleep(0.2)
             now = time.monotonic()
-            for share, process in enumerate(processes):
+            for share, process in list(waited.items()):
                 # Between two parts there is none for a moment.
                 mark = marks[share] = read_running(running[share]) or marks[share]
                 if now > deadline + 3 or now - mark.since > mark.limit:
                     end(process)
+                    del waited[share]
     finally:
         for process in processes:
             end(process)

@@ -159,6 +159,19 @@ def test_processes_that_share_parts_lose_nothing_with_one_of_them(
     assert not process.results_of_shares("A", options)
 
 
+def test_a_process_that_no_signal_ends_is_waited_for_no_longer(
+    options, tmp_path, monkeypatch
+) -> None:
+    """The device may hold it; its part has failed all the same."""
+    mark = f"echo '[\"x\", {time.monotonic() - 60}, 30]' > $OUT/running-0.json"
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path, f"{mark}\nsleep 3"))
+    left: list[subprocess.Popen] = []
+    monkeypatch.setattr(process, "end", left.append)
+    group = Group("kernels", (part("x"),))
+    assert process.run_children("A", group, 1, options, time.monotonic() + 600, tmp_path) == [None]
+    left[0].wait(30)
+
+
 def test_each_process_has_parts_of_its_own(options, monkeypatch) -> None:
     parts = tuple(part(name) for name in "abcde")
     group = Group("kernels", parts, call="A", processes=2, on_device=False)
