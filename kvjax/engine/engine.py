@@ -481,7 +481,7 @@ class Engine:
         """
         with self._phase("prefill"):
             jax.block_until_ready([job.logits for job, _ in starts])
-        if probed := [job.prompt for job, _ in starts if job.request.method.probed]:
+        if probed := [job.scores for job, _ in starts if job.request.method.probed]:
             with self._phase("probe"):
                 jax.block_until_ready(probed)
         with self._phase("compress"):

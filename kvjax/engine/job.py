@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from kvjax.cache.policy import Scores
 from kvjax.cache.policy.probe import Probe
 from kvjax.engine import prefill
 from kvjax.engine.request import Request
@@ -25,6 +26,9 @@ class PromptJob:
     retains: bool = False
     """Whether what has run is retained after the last chunk."""
     prompt: prefill.PromptKV | None = None
+    """The scratch. It is let go with the prompt in its slot: the next one may need the memory."""
+    scores: Scores | None = None
+    """What it was scored in there, kept for who waits for that."""
     logits: jax.Array | None = None
     """After the last chunk."""
     queries: jax.Array | None = None

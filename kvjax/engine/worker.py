@@ -355,8 +355,10 @@ class Worker:
         request = job.request
         if job.fits is None:
             # An interruption may come before it starts: it is not placed again.
+            assert job.prompt is not None
             call = self.place_call(request, job.prompt, slot, request.budget)
             self.cache, job.freed, job.shortfall, job.fits = self.compiled.run(call)
+            job.scores, job.prompt = job.prompt.scores, None
         call = self.start_call(request, slot, job.logits, job.fits, num_top)
         self.state, report = self.compiled.run(call)
         return dataclasses.replace(report, freed=job.freed, shortfall=job.shortfall)

@@ -140,6 +140,25 @@ def test_a_single_step_without_room_changes_nothing(tiny_params):
     assert_empty(llm)
 
 
+def test_a_scratch_is_let_go_before_the_next_is_made(tiny_params, monkeypatch):
+    """The plan has memory for one."""
+    llm = make_llm(tiny_params)
+    llm.engine.runs_ahead = True
+    make, alive, inserted = llm.worker.scratch_maker, [], []
+
+    def counted(job):
+        inserted.append(len(llm.engine._starts))
+        alive.append(sum(start.prompt is not None for start, _ in llm.engine._starts))
+        return make(job)
+
+    monkeypatch.setattr(llm.worker, "scratch_maker", counted)
+    outputs = llm.generate(prompts_of(20, 120, 110, 100), greedy(12))
+    assert [output.finish_reason for output in outputs] == ["length"] * 4
+    # Each is made while the prompt before it has just come to its slot.
+    assert sum(inserted) >= 2
+    assert alive == [0] * 3
+
+
 def test_a_chunk_that_fails_behind_decode_steps_ends_its_request_alone(tiny_params, monkeypatch):
     llm = make_llm(tiny_params)
     llm.engine.runs_ahead = True
