@@ -34,8 +34,10 @@ PROMPTS = [
 """One goes whole, one in parts of a scratch, one chunk by chunk in the pool."""
 
 
-def _answers(*engine, **settings):
+def _answers(*engine, once: bool = False, **settings):
+    """`once`: as GPUs decode."""
     llm = engine_of(*engine, **settings)
+    llm.worker.decodes_once = llm.engine.runs_ahead = once
     greedy = SamplingParams(max_tokens=6, ignore_eos=True)
     drawn = dataclasses.replace(greedy, temperature=0.8, seed=5)
     names = [
@@ -75,7 +77,18 @@ def test_same_tokens_and_same_kvs_as_on_one_device(devices, method, stacked, giv
     if key not in on_one:
         on_one[key] = _answers(1, method, **{**settings, "replicas": 1})
     found = _answers(devices, method, stacked, **settings)
-    for one, several in zip(on_one[key], found, strict=True):
+    assert_same(found, on_one[key])
+
+
+@pytest.mark.slow
+def test_single_steps_and_chunks_behind_them_on_several_devices(on_one):
+    settings: dict[str, Any] = {"compress_every": 4, "protected": 4}
+    wanted = on_one.get((CALIBRATED,)) or _answers(1, CALIBRATED, **settings)
+    assert_same(_answers(2, CALIBRATED, once=True, **settings), wanted)
+
+
+def assert_same(found, wanted) -> None:
+    for one, several in zip(wanted, found, strict=True):
         assert several.finish_reason == one.finish_reason == "length"
         assert several.token_ids == one.token_ids
         np.testing.assert_array_equal(several.stats.kept, one.stats.kept)
