@@ -255,8 +255,8 @@ def page(prefix: str, machine: dict[str, Any], parts: Parts) -> str:
     # Tokens per second depend on more of it.
     if len(sources) > len({served for served, _ in sources}):
         said.append(
-            f"Not all of it was measured with the same source of the package{EARLIER}: with an "
-            "earlier one."
+            "Not all of it was measured with the same source of the package:"
+            f"{EARLIER} marks rows of an earlier one."
         )
     verdicts = {True: "reached", False: "**missed**", None: ""}
     rows = [(q.asked, q.wanted, q.got, verdicts[q.met]) for q in questions(parts)]

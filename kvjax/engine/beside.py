@@ -183,13 +183,16 @@ class Beside:
         worker, rule = self._worker, cast(DecodeRule | None, decode.rule)
         count, top = len(decode.requests), num_top(decode.requests)
         key = worker.decode_key(count, rule, top, exact=True)
-        twin, slots = without_state(worker), [worker.config.num_rows] * count
+        slots = [worker.config.num_rows] * count
         if decode.steps == 1 and worker.decodes_once:
             most = effort([request.sampling for request in decode.requests])
-            once = twin.once_call(slots, rule, top, most, exact=True)
-            self._want(once.key, lambda: once)
+            once = worker.once_key(count, rule, top, most, exact=True)
+            if once not in self._compiled.seconds:
+                whole = without_state(worker)
+                self._want(once, lambda: whole.once_call(slots, rule, top, most, exact=True))
         if key in self._compiled.seconds:
             return [decode]
+        twin = without_state(worker)
         self._want(key, lambda: twin.decode_call(slots, 1, rule, top, exact=True))
         if self._can_decode(count, rule, top):
             return [decode]

@@ -219,7 +219,7 @@ def decode(
         eos_ids: tokens that end a sequence.
         artefacts: calibrated arrays by name, for rules that read them.
     """
-    loop = _Loop(config, rule, num_top, None, params, eos_ids, artefacts or {})
+    loop = _Loop(config, rule, num_top, None, params, eos_ids, artefacts)
 
     def go_on(run: _Run) -> Bool[Array, ""]:
         return (run.step < limit) & run.ok & jnp.any(run.rows.active)
@@ -253,7 +253,7 @@ def decode_once(
 
     The others are those of `decode`.
     """
-    loop = _Loop(config, rule, num_top, effort, params, eos_ids, artefacts or {})
+    loop = _Loop(config, rule, num_top, effort, params, eos_ids, artefacts)
     first = loop.begin(cache, state, slots, 1)
     # Where what is shared finds no room nothing runs.
     waiting = dataclasses.replace(first.rows, active=first.rows.active & first.ok)
@@ -285,7 +285,7 @@ class _Loop:
     effort: int | None
     params: nnx.State
     eos_ids: Int32[Array, " E"]
-    artefacts: Mapping[str, Array]
+    artefacts: Mapping[str, Array] | None
 
     def begin(self, cache: PagedCache, state: SlotState, slots: Array, most: int) -> _Run:
         """Before the first of at most so many steps."""

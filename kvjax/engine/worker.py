@@ -393,13 +393,25 @@ class Worker:
     ) -> DecodeReport:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding.
         `most`: what choosing a token takes of them (`effort`)."""
-        call = None
-        if limit == 1 and self.decodes_once:
+        once = limit == 1 and self.decodes_once
+        if once and self.compiled.flexible:
+            once = self.once_key(len(slots), rule, num_top, most) in self.compiled.seconds
+        if once:
             call = self.once_call(slots, rule, num_top, most)
-        if call is None or (self.compiled.flexible and call.key not in self.compiled.seconds):
+        else:
             call = self.decode_call(slots, limit, rule, num_top)
         self.cache, self.state, report = self.compiled.run(call)
         return report
+
+    def once_key(
+        self, count: int, rule: Hashable, num_top: int | None, most: int, exact: bool = False
+    ) -> StepKey:
+        """A single decode step for so many sequences."""
+
+        def key(group: int) -> StepKey:
+            return StepKey("decode once", rule, (group, most), num_top)
+
+        return key(self.compiled.fitting(count, self.decode_sizes, key, exact))
 
     def once_call(
         self,
@@ -411,14 +423,11 @@ class Worker:
     ) -> StepCall:
         """A single decode step."""
 
-        def key(group: int) -> StepKey:
-            return StepKey("decode once", rule, (group, most), num_top)
-
-        group = self.compiled.fitting(len(slots), self.decode_sizes, key, exact)
+        key = self.once_key(len(slots), rule, num_top, most, exact)
         static = (self.model, rule, self.config.decode_steps_per_sync, num_top, most)
-        rows = self._rows(slots, group)
+        rows = self._rows(slots, key.sizes[0])
         args = (self.params, self.cache, self.state, rows, self.eos_ids, self.artefacts)
-        return self._call(key(group), (*static, *args))
+        return self._call(key, (*static, *args))
 
     def decode_key(
         self, count: int, rule: Hashable, num_top: int | None, exact: bool = False
