@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cache.methods import METHODS, Method
+from kvjax.cache.policy.allocate import MANY_KVS
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
@@ -31,7 +32,9 @@ def protects(method: Method) -> str:
     """Positions that are never evicted."""
     parts = [f"newest {method.protected}"] if method.protected else []
     if method.protected_share:
-        parts.append(f"newest {method.protected_share:g} of the cap")
+        more = f" and {method.protected_more:g} of it above {MANY_KVS}"
+        share = f"newest {method.protected_share:g} of the cap"
+        parts.append(share + more * bool(method.protected_more))
     if method.sinks:
         parts.append(f"first {method.sinks}")
     return ", ".join(parts) or NOTHING

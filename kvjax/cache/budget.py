@@ -8,9 +8,23 @@ from kvjax.checks import INT32_MAX, check_number, check_whole
 
 FLOOR_TOKENS = 128
 """The least cap that a rate leads to."""
+USUAL_BLOCK, SMALL_BLOCK = 16, 8
+"""KVs of a block where nobody says another number: of most caches, and of small ones."""
 
 
-def cache_cap(length: int, rate: float, block_size: int = 16, floor: int = FLOOR_TOKENS) -> int:
+def usual_block(least: float | None) -> int:
+    """KVs of a block for caches that keep as few as `least` tokens; None where nothing is evicted.
+
+    Every head has a block, and heads are given whole ones: of fewer than three of 16 too much is
+    given to heads that need little (docs/methods.md, "What is protected, and how large blocks
+    are").
+    """
+    return SMALL_BLOCK if least is not None and least < 3 * USUAL_BLOCK else USUAL_BLOCK
+
+
+def cache_cap(
+    length: int, rate: float, block_size: int = USUAL_BLOCK, floor: int = FLOOR_TOKENS
+) -> int:
     """Cache tokens that a sequence of `length` tokens may keep at a compression rate.
 
     max(floor, b, ⌊(⌊length / rate⌋ − 1) / b⌋ · b); a token's worth is a KV in each layer and head.

@@ -183,7 +183,7 @@ def write_survivors(
         summed(shard, jnp.sum(owned)), jnp.maximum(jnp.asarray(keep_blocks, jnp.int32), 0)
     )
     shape = (num_layers, cache.all_kv_heads, b)
-    budget = Budget.of(keep, length, method.protected, method.protected_share, shape)
+    budget = Budget.of(keep, length, method.protected, method.shares, shape)
     position = jnp.broadcast_to(row if token is None else token[:, None], scores.metric.shape)
     seq_len = jnp.broadcast_to(length, heads)
     order, single = eviction_scores(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Container
 
-from kvjax.cache.budget import FLOOR_TOKENS, cache_cap
+from kvjax.cache.budget import FLOOR_TOKENS, cache_cap, usual_block
 from kvjax.cache.evict import MAX_KVS_PER_STEP
 from kvjax.cache.methods import Method, get_method
 from kvjax.cache.policy.checks import MOST_WINDOW
@@ -132,6 +132,7 @@ class CompressionConfig:
             scorer=scorer,
             protected=protected if self.protected is None else self.protected,
             protected_share=method.protected_share if self.protected is None else 0.0,
+            protected_more=method.protected_more if self.protected is None else 0.0,
             sinks=method.sinks if self.sinks is None else self.sinks,
         )
 
@@ -142,6 +143,23 @@ class CompressionConfig:
         given = self.max_cache_tokens is not None or self.budget_bytes is not None
         sized = given or (self.rate is not None and self.rate > 1)
         return sized and as_method(self.method).compresses
+
+    def block_size(self, token_bytes: int | None = None) -> int:
+        """KVs of a block that suit the smallest cache it leads to.
+
+        Args:
+            token_bytes: that a token takes, for a size in bytes.
+
+        Raises:
+            ValueError: the size is in bytes, and `token_bytes` is not given.
+        """
+        if not self.sized:
+            return usual_block(None)
+        if self.budget_bytes is None:
+            return usual_block(self.floor if self.rate is not None else self.max_cache_tokens)
+        if token_bytes is None:
+            raise ValueError(f"budget_bytes {self.budget_bytes}: blocks follow from token_bytes")
+        return usual_block(self.budget_bytes / token_bytes)
 
     def cap(self, prompt_len: int, block_size: int) -> int | None:
         """Cache tokens that a sequence with such a prompt may keep; None for all of them.

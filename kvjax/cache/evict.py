@@ -246,7 +246,7 @@ def schedule_evictions(
     seq_len = cache.seq_len.at[slots].get(mode="fill", fill_value=0)
     evict = jnp.maximum(jnp.asarray(evict, jnp.int32), 0)
     owned = blocks_for(context_len, cache.block_size)
-    budgets = jax.vmap(lambda k, s, p: Budget.of(k, s, p, method.protected_share, shape))(
+    budgets = jax.vmap(lambda k, s, p: Budget.of(k, s, p, method.shares, shape))(
         summed(shard, jnp.sum(owned, axis=(1, 2))) - evict,
         seq_len,
         jnp.broadcast_to(jnp.asarray(method.protected, jnp.int32), slots.shape),

@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--window", type=int, help="observation window, in queries")
     cache.add_argument("--protected", type=int, help="newest tokens that are never evicted")
     cache.add_argument("--sinks", type=int, help="oldest tokens that are never evicted")
-    cache.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    cache.add_argument("--block-size", type=int, help="KVs per block (16; small caches: 8)")
     cache.add_argument(
         "--prefill-chunk",
         type=int,
@@ -393,9 +393,6 @@ def make_engine(
     from kvjax.eval.sizes import cache_spec
 
     compression, sampling = settings_of(options)
-    if compression.budget_bytes is not None:
-        spec = cache_spec(model, options.block_size, options.cache_dtype)
-        compression = compression.in_tokens(spec)
     limit = options.context_length or model.config.max_position_embeddings
     if prompt_tokens + sampling.max_tokens > limit:
         raise UserError(
@@ -403,8 +400,12 @@ def make_engine(
             f"context of {model.config.name} is {limit}: shorten the prompt to "
             f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
         )
-    tell_reached_rate(compression, prompt_tokens, options.block_size)
+    spec = cache_spec(model, cache_dtype=options.cache_dtype)
     config = sizes_of(options, prompt_tokens + sampling.max_tokens)
+    config = config.blocks_for(compression, spec.token_bytes)
+    b = config.block_size or spec.block_size
+    compression = compression.in_tokens(dataclasses.replace(spec, block_size=b))
+    tell_reached_rate(compression, prompt_tokens, b)
     if config.pool_tokens is None:
         tokens = pool_tokens_for(
             model.config, config, compression, prompt_tokens, sampling.max_tokens

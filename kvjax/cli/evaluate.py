@@ -128,7 +128,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
     cache = parser.add_argument_group("cache")
-    cache.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    cache.add_argument(
+        "--block-size",
+        type=int,
+        help="KVs per block (16; 8 where the highest rate leaves fewer than 48 of a head)",
+    )
     cache.add_argument(
         "--floor", type=int, default=0, help="tokens that every rate keeps at least (%(default)s)"
     )
@@ -154,6 +158,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         return list_names()
     # What can be refused without a model is refused before one is loaded.
+    from kvjax.cache.budget import USUAL_BLOCK
     from kvjax.cache.config import CALIBRATED
     from kvjax.cache.methods import get_method
     from kvjax.checks import check_whole
@@ -179,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
     check_whole("--details", options.details, 0)
     check_draft(options, [get_method(variant.method) for variant in variants])
     config = EvaluatorConfig(
-        block_size=options.block_size,
+        block_size=USUAL_BLOCK if options.block_size is None else options.block_size,
         num_slots=16 if options.batch is None else options.batch,
         floor=options.floor if paper is None else paper.floor,
         rates_as_caps=paper is not None,
@@ -245,6 +250,7 @@ def evaluate(
     compressed is for its calibration to say, if it has one."""
 
     from kvjax.cache import get_method
+    from kvjax.cache.budget import usual_block
     from kvjax.cache.config import CALIBRATED
     from kvjax.engine.calibrate.shelf import find
     from kvjax.engine.compilation import enable_compilation_cache
@@ -252,12 +258,12 @@ def evaluate(
     from kvjax.engine.key_similarity import measured
     from kvjax.eval import papers
     from kvjax.eval.evaluator import Evaluator
-    from kvjax.eval.results import ResultsFile
+    from kvjax.eval.results import ResultsFile, held_settings
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run as run_all
     from kvjax.eval.run import settings_read, tokenised
     from kvjax.eval.scorers import check_library
-    from kvjax.eval.sizes import slots_for
+    from kvjax.eval.sizes import least_kept, slots_for
     from kvjax.eval.table import EVERY, report
 
     start = time.perf_counter()
@@ -294,7 +300,13 @@ def evaluate(
     draft = None if engine is None else Draft(engine, model.tokenizer)
     if options.batch is None:
         config = dataclasses.replace(config, num_slots=slots_for(model, longest))
-    if options.batch is None or draft is not None:
+    if options.block_size is None and paper is None and rows:
+        lengths = [len(tokens.prompt) for _, tokens in rows]
+        b = usual_block(least_kept(variants, lengths, config.floor))
+        # What was begun goes on as it was.
+        held = held_settings(options.out).get("block_size")
+        config = dataclasses.replace(config, block_size=held if type(held) is int else b)
+    if config != evaluator.config or draft is not None:
         evaluator = Evaluator(model, config, artefacts, draft)
     progress.clear()
     for reason in skipped.reasons:

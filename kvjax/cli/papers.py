@@ -18,7 +18,7 @@ SAID = {
     "length": ("--length", None),
     "protocols": ("--protocols", "chat"),
     "floor": ("--floor", 0),
-    "block_size": ("--block-size", 16),
+    "block_size": ("--block-size", None),
     "max_new_tokens": ("--max-new-tokens", None),
     "no_answers": ("--no-answers", False),
     "cache_dtypes": ("--kv-dtype", ""),

@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--max-batch", type=int, default=64, help="sequences at once (%(default)s)")
     sizes.add_argument("--max-len", type=int, help="most tokens of a sequence (the model's limit)")
-    sizes.add_argument("--block-size", type=int, default=16, help="KVs per block (%(default)s)")
+    sizes.add_argument("--block-size", type=int, help="KVs per block (16; small caches: 8)")
     sizes.add_argument("--prefill-chunk", type=int, default=2048, help="tokens (%(default)s)")
     sizes.add_argument("--prefill-scratch", type=int, default=8192, help="tokens (%(default)s)")
     sizes.add_argument("--decode-steps-per-sync", type=int, default=8, help="(%(default)s)")

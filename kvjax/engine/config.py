@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from kvjax.cache import Method
-from kvjax.cache.config import as_method
+from kvjax.cache.config import CompressionConfig, as_method
 from kvjax.checks import INT32_MAX, check_number, check_whole, shown
 from kvjax.errors import UserError
 
@@ -20,7 +20,9 @@ class EngineConfig:
     """Most sequences at once."""
     max_len: int | None = None
     """Most tokens of a sequence, prompt and generated; the model's limit by default."""
-    block_size: int = 16
+    block_size: int | None = None
+    """KVs of a block, a power of two; by default 16, and 8 where the engine's own compression keeps
+    so little that blocks of 16 are few (`CompressionConfig.block_size`)."""
     prefill_chunk: int = 2048
     """Prompt tokens between two loops of decode steps: running sequences wait no longer."""
     prefill_scratch: int = 8192
@@ -88,7 +90,7 @@ class EngineConfig:
         for method in self.methods:
             as_method(method)
         check_number("memory_fraction", self.memory_fraction, 0, 1, above=True)
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise UserError(f"block_size {self.block_size}: give a power of two")
         if self.prefill_scratch < self.prefill_chunk:
             raise UserError(
@@ -101,6 +103,15 @@ class EngineConfig:
                 "both set the size of the pool, give one of them"
             )
 
+    def blocks_for(
+        self, compression: CompressionConfig, token_bytes: int | None = None
+    ) -> "EngineConfig":
+        """The same with a block size, where none was given; arguments as of
+        `CompressionConfig.block_size`."""
+        if self.block_size is not None:
+            return self
+        return dataclasses.replace(self, block_size=compression.block_size(token_bytes))
+
     @property
     def sharing(self) -> bool:
         """Whether any prefix is shared."""
@@ -112,4 +123,4 @@ class EngineConfig:
         return self.max_batch + (self.retained_prefixes if self.sharing else 0)
 
 
-_OPTIONAL = ("max_len", "pool_tokens", "pool_bytes", "max_waiting")
+_OPTIONAL = ("max_len", "block_size", "pool_tokens", "pool_bytes", "max_waiting")

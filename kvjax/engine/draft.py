@@ -65,7 +65,7 @@ class Draft:
         own = self.llm.compression
         if own.rate is None:
             return own
-        cap = own.cap(length, self.llm.config.block_size)
+        cap = own.cap(length, self.llm.plan.spec.block_size)
         return dataclasses.replace(own, rate=None, max_cache_tokens=cap)
 
 

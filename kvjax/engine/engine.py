@@ -502,7 +502,7 @@ class Engine:
             stats.first_token = now
             stats.blocks_before = request.blocks_whole(len(request.prompt))
             kept = self.worker.by_head(started.kept)
-            stats.blocks_after = int((-(-kept // self.config.block_size)).sum())
+            stats.blocks_after = int((-(-kept // request.block_size)).sum())
             stats.kept, stats.shortfall = kept, int(started.shortfall)
             stats.blocks_evicted_decoding = 0
             if request.report_kept and request.slot is not None:

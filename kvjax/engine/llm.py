@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Codec, CompressionConfig, Method
+from kvjax.cache import CacheSpec, Codec, CompressionConfig, Method, as_codec
 from kvjax.cache.calibration import HEAD_LOAD, Calibration
 from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
@@ -39,6 +39,7 @@ from kvjax.engine.tell import tell_of_codes, tell_rate
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
+from kvjax.models.decoder import activation_dtype
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,9 @@ class LLM:
         self._usual = self.compression.method if own.compresses else UNCALIBRATED
         methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
+        codec = as_codec(cache_dtype, activation_dtype(self.model.params))
+        spec = CacheSpec.of(self.model.config, codec, planes=tuple(planes))
+        self.config = self.config.blocks_for(self.compression, spec.token_bytes)
         bench = Bench(self.model, self.config.prefill_chunk)
         self.draft = None if draft is None else Draft(draft, self.model.tokenizer)
         load = None if found is None else found.arrays.get(HEAD_LOAD)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from kvjax.cache import CacheSpec, Codec, CompressionConfig, Plane, as_codec, budget_blocks
+from kvjax.cache.budget import USUAL_BLOCK
 from kvjax.cache.policy.probe import AT_ONCE
 from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
@@ -117,7 +118,7 @@ def plan_sizes(
 ) -> MemoryPlan:
     """`plan_memory` of a model's shapes, for a device with `limit` bytes: that of the current mesh,
     if it has an abstract one."""
-    slots, rows = config.max_batch, config.num_rows
+    slots, rows, b = config.max_batch, config.num_rows, config.block_size or USUAL_BLOCK
     weights = sum(_bytes_on_a_device(leaf) for leaf in jax.tree.leaves(params))
     dtype = activation_dtype(params)
     codec = as_codec(cache_dtype, dtype)
@@ -126,7 +127,7 @@ def plan_sizes(
             f"cache_dtype {codec.name}: no sequence is longer than max_len {max_len}; give a "
             "window of as many KVs at most"
         )
-    whole = CacheSpec.of(shape, codec, config.block_size, tuple(planes))
+    whole = CacheSpec.of(shape, codec, b, tuple(planes))
     spec, devices, heads, mlp = whole, 1, whole.heads, shape.intermediate_size
     shards = 1 if dealing is None else dealing.shards
     if dealing is not None:
@@ -145,7 +146,7 @@ def plan_sizes(
     heads_of_a_layer = spec.num_kv_heads
     workspace = (
         slots * shape.vocab_size * 4 * 3
-        + slots * heads_of_a_layer * shape.group_size * width * config.block_size * 4
+        + slots * heads_of_a_layer * shape.group_size * width * b * 4
         + chunk * (4 * shape.hidden_size + 3 * mlp) * dtype.itemsize
         + spec.attention_bytes(scratch_tokens)
         + tables
@@ -157,7 +158,7 @@ def plan_sizes(
         workspace += spec.scratch_bytes(scratch_tokens + behind.drafted)
     fixed = weights + scratch + tables + workspace
     # Steps number the pool's KVs in int32.
-    most_blocks = INT32_MAX // config.block_size
+    most_blocks = INT32_MAX // b
     if config.pool_tokens is not None:
         blocks = heads * spec.blocks_per_head(config.pool_tokens)
     elif config.pool_bytes is not None:
@@ -195,7 +196,7 @@ def pool_tokens_for(
     Raises:
         UserError: the request's cap cannot be held, as `CompressionConfig.cap` says.
     """
-    b = config.block_size
+    b = config.block_size or compression.block_size()
     shards = config.tensor_parallel // config.kv_replicas
     heads = -(-model.num_layers * model.num_kv_heads // shards)
     whole = -(-(prompt_len + max_tokens) // b)

@@ -66,7 +66,7 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
     if request.report_kept:
         written = len(request.prompt) + worker.config.decode_steps_per_sync
         table = np.zeros(worker.cache.block_table.shape[1:], np.int32)
-        yield _need(worker.kept_call(table, -(-written // worker.config.block_size)))
+        yield _need(worker.kept_call(table, -(-written // worker.cache.block_size)))
 
 
 def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
@@ -87,7 +87,7 @@ def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
         return
     most = request.compression.max_kvs_per_step
     for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):
-        slots, longest = [outside] * group, width * worker.config.block_size
+        slots, longest = [outside] * group, width * worker.cache.block_size
         yield _need(
             worker.compress_call(slots, slots, slots, request.method, most, longest, exact=True)
         )

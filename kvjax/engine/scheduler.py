@@ -125,7 +125,8 @@ class Scheduler:
             free: blocks that nobody owns, of each shard.
             fitted: whether it is there; if not, it runs again.
         """
-        owned = self.accounts.by_shard(-(-held // self._config.block_size))
+        assert self.prefilling is not None
+        owned = self.accounts.by_shard(-(-held // self.prefilling.block_size))
         self.accounts.report([_slot_of(self.prefilling)], owned, held.max(keepdims=True))
         self.accounts.free[:] = free
         self._chunk_fitted = fitted

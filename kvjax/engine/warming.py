@@ -101,7 +101,7 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
     if request.budget is not None:
         method, most = request.method, request.compression.max_kvs_per_step
         for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):
-            slots, longest = [outside] * group, width * worker.config.block_size
+            slots, longest = [outside] * group, width * worker.cache.block_size
             yield functools.partial(worker.compress, slots, slots, slots, method, most, longest)
     yield functools.partial(worker.empty, [])
     for one in sharing(worker, request):

@@ -500,7 +500,7 @@ class Worker:
         queries: Any = None,
     ) -> StepCall:
         method, choose = method.eviction, self.compiled.fitting
-        blocks = -(-longest // self.config.block_size)
+        blocks = -(-longest // self.cache.block_size)
         artefacts, rows = self.artefacts, 0
         if queries is not None:
             artefacts, rows = {**artefacts, PROMPT_QUERY: queries}, queries.shape[2]

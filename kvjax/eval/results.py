@@ -64,6 +64,15 @@ def parse_results(path: str | Path, text: str) -> list[Result]:
     return results
 
 
+def held_settings(path: Path) -> dict[str, Any]:
+    """The settings of the first result in a file; none where there is none that can be read."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return dict(_checked(json.loads(lines.readline())).get(SETTINGS, {}))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
 def _checked(value: Any) -> Result:
     """A row, if it has what every one has.
 

@@ -1,6 +1,9 @@
 """What an evaluation is asked for and how large things become: variants, blocks, padding, slots."""
 
 import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
 
 import jax
 
@@ -139,6 +142,18 @@ def kept_blocks(variant: Variant, length: int, heads: int, config: EvaluatorConf
     if cap is None:
         return rate_blocks(length, variant.rate, heads, b, config.floor)
     return budget_blocks(cap, 1, heads, b)
+
+
+def least_kept(variants: Sequence[Variant], lengths: Sequence[int], floor: int = 0) -> float:
+    """The fewest tokens' worth of KVs that any variant keeps of a usual prompt, one of the median
+    of these lengths; infinity where none evicts."""
+    usual = statistics.median(lengths)
+    kept = (
+        max(floor, usual / variant.rate) if variant.cap is None else variant.cap
+        for variant in variants
+        if variant.cap is not None or variant.rate > 1
+    )
+    return min(kept, default=math.inf)
 
 
 def cache_spec(

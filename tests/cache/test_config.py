@@ -220,7 +220,7 @@ SAFE, STAND_INS = (Global, CheapestBlocks), (SpreadOverBits, NearCentroids)
         (Selector, {"scope": "model"}),
         *((Method, {name: -1}) for name in ("protected", "sinks")),
         *((Method, {name: 10**12}) for name in ("protected", "sinks")),
-        (Method, {"protected_share": 1.1}),
+        *((Method, {name: 1.1}) for name in ("protected_share", "protected_more")),
         (Method, {"evidence": "hearsay"}),
         (Method, {"scorer": "attention"}),
         (Method, {"allocator": ByLayer}),

@@ -16,6 +16,7 @@ from kvjax.cache.policy import LayerView
 from tests.oracle.methods import KEEPS, KEEPS_IN_POOL
 from tests.oracle.question_free import calibrated
 from tests.oracle.scores import Prompt
+from tests.oracle.selection import newest_of
 
 L, H, R, D, T, B = 3, 2, 2, 8, 112, 4
 M = T // B
@@ -201,6 +202,6 @@ def test_keeps_what_the_oracle_keeps(name):
             continue
         assert int(report.shortfall[0]) == max(0, over)
         if length > cap:
-            share = int(method.protected_share * -(-cap // B) * B)
-            guarded = min(length, max(method.protected, share) + method.sinks)
+            newest = newest_of(-(-cap // B) * B, method.protected, *method.shares)
+            guarded = min(length, newest + method.sinks)
             assert over <= 0 or (held == max(1, -(-guarded // B))).all(), case

@@ -44,6 +44,7 @@ from tests.oracle.decode import decode_step
 from tests.oracle.methods import KEEPS, RESCORED, SCORES
 from tests.oracle.question_free import calibrated
 from tests.oracle.scores import Prompt
+from tests.oracle.selection import newest_of
 
 LIKE_OTHERS = (
     "snapkv-w32",
@@ -214,7 +215,7 @@ def goes_by_the_metric(method, before: kv.PagedCache, after: kv.PagedCache, resc
             had = {x.position: x.metric for x in kvs}
             stays = {x.position: x.metric for x in new[1, layer, head]}
             assert_close(stays, {j: had[j] for j in stays}, f"{method.name}, {(layer, head)}")
-    newest = max(method.protected, int(method.protected_share * CAP / 2))
+    newest = newest_of(CAP / 2, method.protected, *method.shares)
     guarded = set(range(method.sinks)) | set(range(end - newest, end))
     held = sum(-(-len(kvs) // B) for kvs in new.values())
     if not method.allocator.overruns:

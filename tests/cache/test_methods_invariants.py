@@ -141,8 +141,8 @@ def test_names_that_are_none(name, says):
 
 
 def test_overrides_reach_every_part():
-    config = CompressionConfig(method="h2o-decode", protected=5, sinks=2, rate=2)
-    assert config.resolved.protected_share == 0
+    config = CompressionConfig(method="predicted-reads-blind", protected=5, sinks=2, rate=2)
+    assert config.resolved.shares == (0, 0)
     assert (config.resolved.protected, config.resolved.sinks) == (5, 2)
     config = CompressionConfig(method="ada-snapkv", window=16, rate=2)
     assert (config.resolved.scorer, config.resolved.protected) == (SnapKV(window=16), 16)

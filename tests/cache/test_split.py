@@ -15,7 +15,7 @@ from kvjax.cache.policy import ByLayer, Global, Selector
 from kvjax.cache.policy.allocate import Budget, CheapestBlocks, apportion
 from kvjax.cache.policy.method import PLAIN
 from tests.oracle.scores import Prompt
-from tests.oracle.selection import pyramid_layers, webster
+from tests.oracle.selection import newest_of, pyramid_layers, webster
 
 WRITE = jax.jit(kv.write_survivors)
 
@@ -43,11 +43,22 @@ def test_pyramids_are_those_of_the_oracle(exact, cap, length):
 
     @jax.jit
     def tokens(blocks, window, length):
-        budget = Budget.of(blocks, length, window, 0.0, (layers, 2, 4))
+        budget = Budget.of(blocks, length, window, (0.0, 0.0), (layers, 2, 4))
         return Pyramid(exact=exact).tokens(budget, {})
 
     got = tokens(blocks, np.int32(window), np.int32(length))
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_the_newest_get_a_share_of_the_cap_and_more_of_a_large_one():
+    @jax.jit
+    def newest(blocks):
+        return Budget.of(blocks, jnp.int32(9000), 2, (1 / 8, 1 / 4), (3, 2, 4)).protected
+
+    caps = [4, 60, 64, 68, 100, 128, 1000]
+    got = [int(newest(np.int32(cap * 3 * 2 // 4))) for cap in caps]
+    assert got == [newest_of(cap, 2, 1 / 8, 1 / 4) for cap in caps]
+    assert got == [2, 7, 8, 9, 21, 32, 359]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -56,7 +67,7 @@ def test_only_floored_pyramids_keep_more_than_the_budget(exact):
     none = np.zeros((layers, length, heads, 1), np.float32)
     want, _ = pyramid_layers(exact=exact)(Prompt(none, none, none, cap, b), window)
     blocks = cap * layers * heads // b
-    budget = Budget.of(jnp.int32(blocks), jnp.int32(length), window, 0.0, (layers, heads, b))
+    budget = Budget.of(jnp.int32(blocks), jnp.int32(length), window, (0.0, 0.0), (layers, heads, b))
     allowed = int(ByLayer(Pyramid(exact=exact)).allowed(budget, {}))
     whole = round(heads * float(np.sum(want)) / b)
     assert allowed == (blocks if exact else max(blocks, whole))

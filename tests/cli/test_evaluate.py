@@ -332,11 +332,31 @@ def test_the_page_is_told_even_where_it_cannot_be_written(tiny, prompts, monkeyp
     assert "## The full cache" in out
 
 
+def test_blocks_are_small_where_little_is_kept_and_stay_what_they_were(tiny, prompts, tmp_path):
+    def blocks():
+        return {row["settings"]["block_size"] for row in read(tmp_path / "r.jsonl")}
+
+    def run(*arguments):
+        assert tiny("--prompts", prompts, "--free-tokens", 0, *arguments)[0] == 0
+
+    # Of prompts of some sixty tokens.
+    run("--rates", 1.2)
+    assert blocks() == {16}
+    run("--rates", 4)
+    assert blocks() == {16}
+    (tmp_path / "r.jsonl").unlink()
+    run("--rates", "1.2,4")
+    assert blocks() == {8}
+    (tmp_path / "r.jsonl").unlink()
+    run("--rates", "1.2,4", "--floor", 48)
+    assert blocks() == {16}
+
+
 def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
     assert tiny("--prompts", prompts)[0] == 0
-    code, _, err = tiny("--prompts", prompts, "--block-size", 8)
+    code, _, err = tiny("--prompts", prompts, "--block-size", 4)
     assert code == 2
-    assert "block_size 16, and this run has 8" in err
+    assert "block_size 8, and this run has 4" in err
     code, _, err = tiny("--prompts", prompts, "--free-tokens", 0)
     assert code == 2
     assert "free_tokens 32, and this run has 0" in err

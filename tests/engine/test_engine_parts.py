@@ -53,6 +53,37 @@ def test_bad_sizes_are_refused(sizes):
         EngineConfig(**sizes)
 
 
+@pytest.mark.parametrize(
+    ("size", "blocks"),
+    [
+        ({}, 16),
+        ({"rate": 32}, 16),
+        ({"rate": 32, "floor": 48}, 16),
+        ({"rate": 32, "floor": 47}, 8),
+        ({"rate": 1, "floor": 16}, 16),
+        ({"max_cache_tokens": 48}, 16),
+        ({"max_cache_tokens": 40}, 8),
+        ({"budget_bytes": 48_000}, 16),
+        ({"budget_bytes": 47_999}, 8),
+        ({"max_cache_tokens": 40, "method": "full"}, 16),
+    ],
+)
+def test_small_caches_have_small_blocks(size, blocks):
+    compression = CompressionConfig(**{"method": "snapkv", **size})
+    assert EngineConfig().blocks_for(compression, 1000).block_size == blocks
+    assert EngineConfig(block_size=4).blocks_for(compression, 1000).block_size == 4
+
+
+def test_an_engine_has_the_blocks_of_its_own_compression(tiny_params):
+    model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
+    few = CompressionConfig(method="snapkv", rate=8, floor=16)
+    llm = LLM(model, few, EngineConfig(max_batch=2, max_len=64, pool_tokens=64))
+    assert (llm.config.block_size, llm.worker.cache.block_size) == (8, 8)
+    sizes = pool_tokens_for(TINY, EngineConfig(), few, 60, 4)
+    assert sizes == pool_tokens_for(TINY, EngineConfig(block_size=8), few, 60, 4)
+    assert sizes != pool_tokens_for(TINY, EngineConfig(block_size=16), few, 60, 4)
+
+
 def test_the_plan_adds_up_and_refuses_what_does_not_fit(tiny_params):
     model = LoadedModel(TINY, tiny_params, ByteTokenizer(), "")
     config = EngineConfig(max_batch=2, pool_tokens=100, block_size=4, prefill_scratch=2048)

@@ -356,7 +356,7 @@ def test_keys_are_alike_as_in_the_oracle(tiny):
 
 @pytest.mark.parametrize("alike", [[0.2, 0.9, 0.6, 0.85], [0.7] * 4], ids=["unlike", "alike"])
 def test_layers_keep_a_quarter_of_the_mean_at_least(alike):
-    budget = Budget.of(jnp.int32(8 * 6), jnp.int32(99), 0, 0.0, (4, 2, B))
+    budget = Budget.of(jnp.int32(8 * 6), jnp.int32(99), 0, (0.0, 0.0), (4, 2, B))
     cap = 6 * B
     found = UnlikeLayers().tokens(budget, {KEY_SIMILARITY: jnp.asarray(alike, jnp.float32)})
     np.testing.assert_allclose(found, unlike_layers(np.array(alike), cap), rtol=1e-5)

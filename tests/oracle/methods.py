@@ -68,7 +68,7 @@ from tests.oracle.selection import (
 
 SNAPKV = snapkv_scores(8, 7, "max", group_first=True)
 SNAPKV_W32 = snapkv_scores(32, 7, "max", group_first=True)
-BLIND = keeps_globally(predicted, protected=1, protected_share=1 / 8, sinks=2)
+BLIND = keeps_globally(predicted, protected=1, protected_share=1 / 8, protected_more=1 / 8, sinks=2)
 
 KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "full": lambda p: {name: list(range(p.length)) for name in p.names},

@@ -132,6 +132,12 @@ def ada_heads(alpha: float, window: int):
     return heads
 
 
+def newest_of(cap: float, protected: int, share: float, more: float = 0.0) -> int:
+    """Newest tokens that stay whatever they say: a share of the cap, and of what it has above 64
+    tokens another."""
+    return max(protected, math.floor(cap * share + max(0, cap - 64) * more))
+
+
 def keeps(
     scores_of: Callable[[Prompt], Scores],
     *,
@@ -149,7 +155,7 @@ def keeps(
 
     def kept(p: Prompt) -> Kept:
         scores = scores_of(p)
-        window = max(protected, math.floor(p.cap_tokens * protected_share))
+        window = newest_of(p.cap_tokens, protected, protected_share)
         guarded = {t for t in range(p.length) if t < sinks or t >= p.length - window}
         if p.owned <= p.cap_blocks:
             return {name: list(range(p.length)) for name in p.names}
@@ -290,6 +296,7 @@ def keeps_globally(
     *,
     protected: int = 0,
     protected_share: float = 0.0,
+    protected_more: float = 0.0,
     sinks: int = 0,
     least: int = 1,
     total: int | None = None,
@@ -299,7 +306,7 @@ def keeps_globally(
 
     def kept(p: Prompt) -> Kept:
         scores = scores_of(p)
-        window = max(protected, math.floor(p.cap_tokens * protected_share))
+        window = newest_of(p.cap_tokens, protected, protected_share, protected_more)
         guarded = {t for t in range(p.length) if t < sinks or t >= p.length - window}
         blocks = dict.fromkeys(p.names, p.owned)
         orders = {
@@ -341,7 +348,7 @@ def keeps_whole_heads(
         scores, worth = scores_of(p), worth_of(p)
         # Of the cap in blocks as a prompt's own blocks fill it.
         cap = min(p.cap_blocks, p.owned) * p.block
-        window = max(protected, math.floor(cap * protected_share))
+        window = newest_of(cap, protected, protected_share)
         guarded = {t for t in range(p.length) if t < sinks or t >= p.length - window}
         least = min(p.owned, max(1, -(-len(guarded) // p.block)))
         blocks = dict.fromkeys(p.names, least)

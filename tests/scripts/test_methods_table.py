@@ -54,6 +54,8 @@ def test_rows_say_what_their_methods_do():
         "prefill",
         "A",
     )
+    more = dataclasses.replace(method, protected=0, protected_more=0.5)
+    assert TABLE.row(more)[4] == "newest 0.25 of the cap and 0.5 of it above 64, first 2"
     assert "share=0.1, iterations=10)" in TABLE.row(get_method("kmeans-10:tova"))[3]
     assert TABLE.row(METHODS["full"])[1:5] == ("–",) * 4
     assert TABLE.row(METHODS["a2sf"])[6] == "both"

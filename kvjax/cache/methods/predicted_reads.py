@@ -182,6 +182,7 @@ METHODS = (
         PredictedReads(window=0),
         protected=1,
         protected_share=1 / 8,
+        protected_more=1 / 8,
         sinks=2,
         query_aware=False,
     ),

@@ -20,6 +20,9 @@ from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.store import HeadShard, summed
 from kvjax.checks import check_number
 
+MANY_KVS = 64
+"""Tokens of a cap above which `Method.protected_more` counts."""
+
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
@@ -49,13 +52,14 @@ class Budget:
         blocks: Int32[Array, ""],
         seq_len: Int32[Array, ""],
         protected: Int32[Array, ""] | int,
-        protected_share: Float[Array, ""] | float,
+        shares: tuple[Float[Array, ""] | float, Float[Array, ""] | float],
         shape: tuple[int, int, int],
     ) -> "Budget":
-        """The budget of a sequence; `shape` is (L, H, b)."""
+        """The budget of a sequence; `shares` as `Method.shares`, `shape` is (L, H, b)."""
         cap = _cap(blocks, shape[0] * shape[1], shape[2])
         protected = jnp.maximum(jnp.asarray(protected, jnp.int32), 0)
-        share = jnp.floor(cap * protected_share).astype(jnp.int32)
+        share = cap * shares[0] + jnp.maximum(cap - MANY_KVS, 0) * shares[1]
+        share = jnp.floor(share).astype(jnp.int32)
         return cls(blocks, jnp.maximum(protected, share), seq_len, *shape)
 
 

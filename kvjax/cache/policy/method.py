@@ -86,6 +86,8 @@ class Method:
     """Oldest token positions that are never evicted."""
     protected_share: float = 0.0
     """Share of the cap that is kept for the newest tokens, if that is more than `protected`."""
+    protected_more: float = 0.0
+    """Share of what the cap has above `allocate.MANY_KVS` that is kept for them, too."""
     query_aware: bool = dataclasses.field(default=True, compare=False)
     """Whether what is kept depends on the prompt's last tokens more than on the others."""
     evidence: Evidence = dataclasses.field(default="own", compare=False)
@@ -103,7 +105,7 @@ class Method:
         if self.pruner is not None:
             self._check_over_gaps()
         check_wholes(self, 0, INT32_MAX, "protected", "sinks")
-        check_numbers(self, 0, 1, "protected_share")
+        check_numbers(self, 0, 1, "protected_share", "protected_more")
         check_flag("query_aware", self.query_aware)
         check_one_of("evidence", self.evidence, Evidence)
         self.selector.check_with(self.allocator)
@@ -186,6 +188,12 @@ class Method:
         return tuple(name for name in self.artefacts if name not in OF_THE_MODEL)
 
     @property
+    def shares(self) -> tuple[Any, Any]:
+        """What is kept for the newest tokens of the cap, and of what it has above
+        `allocate.MANY_KVS`."""
+        return self.protected_share, self.protected_more
+
+    @property
     def eviction(self) -> "Method":
         """The method as an eviction sees it: where KVs are ranked by the metric that they have,
         whose metric it is makes no difference, and steps are shared."""
@@ -237,10 +245,13 @@ class _Parts:
     told: tuple[str, str, bool, str] = dataclasses.field(compare=False)
 
 
-def _flatten(method: Method) -> tuple[tuple[Any, Any, Any], _Parts]:
+_PROTECTS = ("protected", "sinks", "protected_share", "protected_more")
+
+
+def _flatten(method: Method) -> tuple[tuple[Any, ...], _Parts]:
     told = (method.name, method.summary, method.query_aware, method.evidence)
     parts = _Parts(method.scorer, method.allocator, method.selector, method.merger, told)
-    return (method.protected, method.sinks, method.protected_share), parts
+    return tuple(getattr(method, name) for name in _PROTECTS), parts
 
 
 def _unflatten(parts: _Parts, leaves: Any) -> Method:
@@ -251,7 +262,7 @@ def _unflatten(parts: _Parts, leaves: Any) -> Method:
     object.__setattr__(method, "pruner", None)  # that is the prefill's affair
     for name, value in zip(("name", "summary", "query_aware", "evidence"), parts.told):
         object.__setattr__(method, name, value)
-    for name, value in zip(("protected", "sinks", "protected_share"), leaves):
+    for name, value in zip(_PROTECTS, leaves):
         object.__setattr__(method, name, value)
     return method
 

@@ -51,7 +51,7 @@ def expected_batch(
     llm: LLM, compression: CompressionConfig, input_len: int, output_len: int, most: int
 ) -> int:
     """Sequences that the pool holds once all of them are at their budget, or half grown."""
-    b, heads = llm.config.block_size, llm.plan.heads
+    b, heads = llm.plan.spec.block_size, llm.plan.heads
     budget = Request.budget_of(llm.model.config, compression, input_len, b)
     grown = heads * -(-(input_len + output_len // 2) // b)
     # While it decodes each head has a block that is not full yet.

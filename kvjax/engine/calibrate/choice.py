@@ -40,7 +40,7 @@ SOFTNESS = 1.0
 """Logarithmic units around the price of a block within which KVs could have stayed or gone."""
 BLIND = next(method for method in METHODS if method.scorer and not method.query_aware)
 """The prediction alone."""
-METHOD = dataclasses.replace(BLIND, protected=8, protected_share=0.0, sinks=4)
+METHOD = dataclasses.replace(BLIND, protected=8, protected_share=0, protected_more=0, sinks=4)
 """What chooses in training: what ships was trained so. Less protected, and blocks of 8, came out
 level (docs/methods.md, "What training the choice gains")."""
 
@@ -225,7 +225,7 @@ def kept(
     shape = (num_layers, num_heads if shard is None else shard.total, BLOCK_SIZE)
     if shard is not None:
         held = jnp.where(shard.present, held, 0)
-    budget = Budget.of(blocks, length, method.protected, method.protected_share, shape)
+    budget = Budget.of(blocks, length, method.protected, method.shares, shape)
     ranks, _ = eviction_scores(method, scores, {}, position, held, seen, budget.protected)
     cost = block_costs(ranks, held, BLOCK_SIZE)
     costs = BlockCosts(cost, blocks_for(held, BLOCK_SIZE), jnp.zeros(heads), same_in_layer=False)
