@@ -55,7 +55,7 @@ def command(options: argparse.Namespace, out: Path) -> list[str]:
         *(("--weights", options.weights) if options.weights else ("--model", options.model)),
         *("--data", options.data, "--methods", options.measure, "--out", str(out)),
         *("--split", SPLIT, "--length", f"{options.length}", "--seed", f"{SEED}"),
-        *("--rows", f"{ROWS}"),
+        *("--rows", f"{ROWS}", "--block-size", "16"),
         *("--tasks", ",".join((*TASKS, TEXT)), "--protocols", ",".join(PROTOCOLS)),
         *("--rates", ",".join(f"{rate:g}" for rate in RATES), "--details", "0"),
         # No page of its own: the leaderboard is written from the rows.
