@@ -23,6 +23,8 @@ from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
 
+BLOCK = 16
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     def wholes(text: str) -> list[int]:
@@ -68,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     prompts = [np.asarray(model.tokenizer.encode(t)[: options.tokens], np.int32) for t in chosen]
     sizes = EngineConfig(
         max_batch=1,
+        block_size=BLOCK,
         max_len=options.tokens + 1,
         prefill_chunk=options.tokens,
         prefill_scratch=options.tokens,
@@ -81,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         llm = LLM(model, settings, sizes, calibration=found)
         outputs = llm.generate(prompts, SamplingParams(max_tokens=1))
         kept = np.stack([np.asarray(out.stats.kept) for out in outputs])
-        blocks = -(-kept // sizes.block_size)
+        blocks = -(-kept // BLOCK)
         padded = blocks.max((1, 2)) * blocks[0].size
         saved = 1 - blocks.sum() / padded.sum()
         for devices in options.devices:

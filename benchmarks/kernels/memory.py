@@ -136,15 +136,15 @@ def steps_of(worker: Any, method_name: str, max_len: int) -> Iterator[Step]:
     from kvjax.engine.sampling import SamplingParams
     from kvjax.engine.steps import FUNCTIONS
 
-    config, model = worker.config, worker.model
+    config, model, b = worker.config, worker.model, worker.cache.block_size
     compression = CompressionConfig(method=method_name)
     method, slots = compression.resolved, list(range(config.max_batch))
 
     def request(length: int) -> Request:
-        budget = Request.budget_of(model, compression, length, config.block_size)
+        budget = Request.budget_of(model, compression, length, b)
         return Request(
             "one", 0, np.zeros(length, np.int32), SamplingParams(max_tokens=1), compression,
-            method, budget, model.num_layers * model.num_kv_heads, config.block_size, method.decode,
+            method, budget, model.num_layers * model.num_kv_heads, b, method.decode,
         )  # fmt: skip
 
     def step(call: Any, beside: int) -> Step:
