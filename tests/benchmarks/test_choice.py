@@ -12,6 +12,7 @@ from kvjax import LLM, CompressionConfig, EngineConfig, SamplingParams
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods.predicted_reads import EXTRA, WEIGHT
 from kvjax.cli import main_of
+from kvjax.engine.calibrate.choice import BLOCK_SIZE
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.rows import Row, tokenise
 from kvjax.eval.sizes import EvaluatorConfig, Variant
@@ -60,7 +61,9 @@ def test_masks_are_what_the_engine_keeps(model, comparison, tokens):
     llm = LLM(
         model,
         CompressionConfig("predicted-reads-blind", max_cache_tokens=CAP),
-        EngineConfig(max_batch=1, max_len=256, prefill_chunk=128, pool_tokens=512),
+        EngineConfig(
+            max_batch=1, max_len=256, prefill_chunk=128, pool_tokens=512, block_size=BLOCK_SIZE
+        ),
         calibration=calibration(model, 0),
     )
     llm.add_request(tokens.prompt[:cut], SamplingParams(max_tokens=1), report_kept=True)
