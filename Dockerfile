@@ -8,7 +8,7 @@
 #       -e KVJAX_API_KEY kvjax-cuda --weights /weights --rate 8
 FROM python:3.12-slim
 
-ARG EXTRA=serve
+ARG EXTRA=serve,cpu
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY kvjax kvjax

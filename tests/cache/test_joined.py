@@ -1,6 +1,7 @@
 """Keys and values in one row each, as TPUs have them, beside those in two arrays."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_a_cache_of_joined_rows_is_that_of_rows_apart(name: str, head_dim: int, 
         for got, want in zip(ours.kv.read(blocks), apart.kv.read(blocks), strict=True):
             np.testing.assert_array_equal(got, want)
         table, lengths = ours.block_table[:, 1], ours.context_len[:, 1]
-        call = jax.jit(paged_attention)
+        # Others than this one read them in other orders.
+        call = jax.jit(partial(paged_attention, implementation="xla"))
         got, want = (call(q, *x.kv.operands, table, lengths) for x in (ours, apart))
         np.testing.assert_array_equal(got, want)
     k, v = apart.kv.read(blocks)
@@ -125,7 +127,7 @@ def test_newest_rows_are_appended_and_attended_to():
     table = jnp.arange(S * H * 2, dtype=jnp.int32).reshape(S, H, 2)
     lengths = jnp.asarray([[3, 8], [0, 1]], jnp.int32)
     (ours, got), (apart, want) = (x.append_and_attend(q, k, v, table, lengths) for x in pools)
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     blocks = jnp.arange(16, dtype=jnp.int32)
     for one, other in zip(ours.read(blocks), apart.read(blocks), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -108,7 +108,7 @@ def test_a_window_copies_no_pool_of_codes(step, method, monkeypatch):
     assert analysis.temp_size_in_bytes < pool_bytes(args[0]) / 3
 
 
-IN_PLACE = {"scatter", "scatter-add", "scan", "while", "cond", "jit", "pjit"}
+IN_PLACE = {"scatter", "scatter-add", "scan", "while", "cond", "jit", "pjit", "ffi_call"}
 
 
 @pytest.mark.parametrize("method", METHODS[:2])
@@ -123,5 +123,8 @@ def test_a_decode_step_passes_over_no_pool_and_calls_nobody_back(method):
         if getattr(o.aval, "shape", ())[:2] == (SHAPES.N, SHAPES.b)
     }
     assert made <= IN_PLACE
+    calls = [e for e in equations(jaxpr) if e.primitive.name == "ffi_call"]
+    assert len(calls) == 1
+    assert len(calls[0].params["input_output_aliases"]) == (method == METHODS[1])
     names = {e.primitive.name for e in equations(jaxpr)}
     assert not [n for n in names if "callback" in n or "feed" in n]

@@ -1,6 +1,7 @@
 """A single decode step beside a loop of one turn: the same cache, states and report."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,5 +63,7 @@ def test_it_does_what_a_loop_of_one_turn_does(tiny_params, spare, fits):
         reports = [dataclasses.replace(r, log_probs=None) for r in reports]
     told = [jax.tree.map(lambda x: np.asarray(x)[:1], (r.tokens, r.log_probs)) for r in reports]
     rest = [dataclasses.replace(r, tokens=None, log_probs=None) for r in reports]
-    for one, other in (loop[:2], once[:2]), told, rest:
+    for one, other in (loop[:2], once[:2]), [x[0] for x in told], rest:
         jax.tree.map(np.testing.assert_array_equal, one, other)
+    # XLA joins the last operations of either in its own way.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *(x[1] for x in told))

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.cache import as_codec
 from kvjax.kernels import Encoded, ExactKVs, Half
 from kvjax.kernels.encoded import without_halves
-from kvjax.kernels.paged_attention import mosaic_gpu, reference, spec, tpu
+from kvjax.kernels.paged_attention import mosaic_gpu, numba_cpu, reference, spec, tpu
 from tests.oracle import attend
 
 POISON = float("nan")
@@ -170,6 +170,12 @@ def run_xla(
     return reference.paged_attention(*p.arguments, **c, **p.statistic(with_metric))
 
 
+def run_numba(p: Problem, with_metric: bool, exact: ExactKVs | None = None):
+    options = {"keep_weights": with_metric, "exact": exact is not None}
+    c = numba_cpu.config(p.shape, scale=p.scale, **options)
+    return numba_cpu.paged_attention(*p.arguments, c=c, **p.statistic(with_metric))
+
+
 def run_tpu(
     p: Problem,
     with_metric: bool,
@@ -194,6 +200,7 @@ def run_mosaic_gpu(p: Problem, with_metric: bool, exact: ExactKVs | None = None,
 
 IMPLEMENTATIONS = {
     "xla": run_xla,
+    "numba": run_numba,
     "tpu": run_tpu,
     "tpu_checked": functools.partial(run_tpu, interpret=pltpu.InterpretParams(detect_races=True)),
     "mosaic_gpu": run_mosaic_gpu,

@@ -98,6 +98,10 @@ BY_DEFAULT = {
         - {"r=1", "r=3", "b=32", "float32 d=80 r=16", "int8 b=32", "e4m3 float32", *HALVES}
         | {"halves", "halves int8"}
     ),
+    "numba": {
+        "ragged", "all empty", "one long head", "many short heads", "float32", "float32 d=80",
+        "b=8", "r=3", "int8", "int8 float32",
+    },
     "tpu": (
         set(CASES) - set(CODES) - set(HALVES)
         | {"int8", "e5m2 d=64", "halves", "halves d=80", "halves int8"}
@@ -111,6 +115,12 @@ BY_DEFAULT = {
 """Programs take long to compile, and the interpreter of Hopper kernels takes seconds per case: the
 rest runs with `-m slow`."""
 
+
+def numba_serves(shape: spec.Shape) -> bool:
+    rows = shape.forms == (None, None) and shape.dtype != "float16"
+    return not shape.halves and (rows or shape.forms == ("int8", "int8"))
+
+
 MATRIX = [
     pytest.param(
         name,
@@ -122,6 +132,7 @@ MATRIX = [
     for case in CASES
     if not (name.startswith("tpu") and (case == "float16" or "int4" in case))
     and not (name == "mosaic_gpu" and case in HALVES)
+    and not (name == "numba" and not numba_serves(CASES[case][1]))
 ]
 
 
@@ -142,7 +153,7 @@ def test_exact_without_metric(name: str) -> None:
 )
 @pytest.mark.parametrize(
     "name",
-    ["xla", "tpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tpu_checked",))],
+    ["xla", "numba", "tpu", pytest.param("tpu_checked", marks=pytest.mark.slow)],
 )
 def test_powers_and_observed_sequences(name: str, power: int, observed) -> None:
     assert_exact(name, problem(RAGGED, BASE, power=power, observed=observed))
@@ -234,7 +245,7 @@ def test_keys_and_values_of_one_pool() -> None:
     assert not races_seen("mosaic_gpu")
 
 
-@pytest.mark.parametrize("name", ["xla", "tpu"])
+@pytest.mark.parametrize("name", ["xla", "numba", "tpu"])
 def test_large_logits(name: str) -> None:
     """Logits in the hundreds: weights collapse to one KV, nothing overflows."""
     assert_exact(name, problem(RAGGED, shaped(dtype="float32"), spread=100.0))
@@ -312,6 +323,14 @@ def test_xla_on_drawn_shapes(case) -> None:
 def test_tpu_on_drawn_shapes(case) -> None:
     lengths, shape, seed = case
     assert_exact("tpu", problem(lengths, shape, seed))
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(drawn(dtypes=("bfloat16", "float32"), longest=700))
+def test_numba_on_drawn_shapes(case) -> None:
+    lengths, shape, seed = case
+    assert_exact("numba", problem(lengths, shape, seed))
 
 
 @pytest.mark.slow

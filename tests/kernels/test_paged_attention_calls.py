@@ -104,7 +104,7 @@ def test_explains_the_choice() -> None:
         assert "wanted: compute capability 9.0" in explained(device, SHAPE)
     assert explained(TPU_V5E, SHAPE).startswith("tpu: mosaic_gpu does not serve device TPU v5 lite")
     assert explained(H200, SHAPE, implementation="xla") == "xla"
-    assert explain(paged_attention, *SHAPE.arguments(metric=False)).startswith("xla: ")
+    assert explain(paged_attention, *SHAPE.arguments(metric=False)).startswith("numba: ")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,6 +1,7 @@
 """Attention of one query per sequence over a paged cache with its own length for every KV head."""
 
 import dataclasses
+import importlib.util
 import math
 from typing import Any
 
@@ -59,8 +60,8 @@ def paged_attention(
         exact: rows that are read in place of what the pool has of the same KVs.
         implementation: "mosaic_gpu" (Hopper), its variants "mosaic_gpu_prefetch" and
             "mosaic_gpu_interleaved" (`interleave` makes the one pool that is both `k` and `v`),
-            "tpu" or "xla"; None picks by device and shape (`kvjax.kernels.explain` says which and
-            why).
+            "tpu", "numba" (CPUs) or "xla"; None picks by device and shape
+            (`kvjax.kernels.explain` says which and why).
         work: what `plan_paged_attention` gave for these lengths; made here if None.
         debug: check lengths and table entries on the host where their values are known; None
             asks the environment variable KVJAX_DEBUG.
@@ -171,6 +172,10 @@ def _attend(
         from kvjax.kernels.paged_attention import tpu
 
         out, metric = tpu.paged_attention(*arguments, c=chosen.config, **statistic)
+    elif chosen.name == "numba":
+        from kvjax.kernels.paged_attention import numba_cpu
+
+        out, metric = numba_cpu.paged_attention(*arguments, c=chosen.config, **statistic)
     else:
         out, metric = reference.paged_attention(*arguments, **chosen.config, **statistic)
     out = out.astype(q.dtype)
@@ -230,12 +235,21 @@ def _choose(
 
         return tpu.config(shape, scale=scale, keep_logits=return_metric, exact=exact)
 
+    def numba(where: Device):
+        if where.platform != "cpu":
+            raise NotImplementedError(f"device {where.kind}")
+        if importlib.util.find_spec("numba") is None:
+            raise NotImplementedError("Python without Numba (pip install 'kvjax[cpu]')")
+        from kvjax.kernels.paged_attention import numba_cpu
+
+        return numba_cpu.config(shape, scale=scale, keep_weights=return_metric, exact=exact)
+
     def xla(where: Device):
         # Elsewhere every round of a loop is a launch, and unused lanes are cheap.
         pieces = reference.PIECES_ON_CPU if where.platform == "cpu" else None
         return {"scale": scale, "pieces_at_once": pieces}
 
-    candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "xla": xla}
+    candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "numba": numba, "xla": xla}
     if implementation in VARIANTS:
 
         def variant(where: Device):

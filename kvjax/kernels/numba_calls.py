@@ -1,0 +1,147 @@
+"""Calls from a compiled program on a CPU into functions that Numba compiles.
+
+XLA for CPUs has no loop that reads pages where they lie, and Pallas no compiler for CPUs. XLA calls
+functions of others through an interface in C (`xla/ffi/api/c_api.h`, which jaxlib ships) with one
+pointer to a frame that says where arguments and results are. A version of it is served for a year
+at least, and XLA asks a function for the one that it was written for when it is registered.
+
+Needs Numba (`pip install 'kvjax[cpu]'`).
+"""
+
+from importlib import metadata
+from typing import Any, no_type_check
+
+import jax
+import numba
+import numba.extending
+from llvmlite import ir
+from numba import types
+from numba.core.errors import RequireLiteralValue
+
+intrinsic: Any = numba.extending.intrinsic
+"""Its functions are called with one argument less than they are written with."""
+
+API_VERSION = (0, 4)
+"""Of the interface: what offsets are of, in jaxlib 0.11."""
+
+# Offsets in words of 8 bytes; all structures begin with their size and a list of extensions.
+_EXTENSIONS = 1
+_STAGE, _ARGUMENTS, _RESULTS = 4, 9, 14
+"""Of XLA_FFI_CallFrame: the stage, and the lists of arguments' and results' buffers."""
+_METADATA = 3
+"""Of XLA_FFI_Metadata_Extension."""
+_DATA, _SIZES = 3, 5
+"""Of XLA_FFI_Buffer: where its elements are, and where the sizes of its axes."""
+_EXECUTE = 3
+"""XLA_FFI_ExecutionStage_EXECUTE."""
+
+FLOAT32, BFLOAT16, INT8 = 0, 1, 2
+"""What `number` finds at an address."""
+BYTES = (4, 2, 1)
+"""Of each."""
+
+
+def _pointer_to(kind: types.Type, element: ir.Type) -> Any:
+    """A function of an address that gives a pointer to elements of a type."""
+
+    @intrinsic
+    def pointer(typing, address):
+        def build(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], element.as_pointer())
+
+        return types.CPointer(kind)(types.int64), build
+
+    return pointer
+
+
+words = _pointer_to(types.int64, ir.IntType(64))
+int32s = _pointer_to(types.int32, ir.IntType(32))
+float32s = _pointer_to(types.float32, ir.FloatType())
+
+
+@no_type_check
+@numba.njit(inline="always")
+def runs(frame):
+    """Whether a function is called to compute; answers what XLA asks when it is registered."""
+    if frame[_EXTENSIONS] != 0:
+        found = words(frame[_EXTENSIONS])[_METADATA]
+        # Behind the size: the version (size, extensions, major, minor) and what it can do, nothing.
+        version = int32s(found + 3 * 8)
+        version[0], version[1], version[2] = API_VERSION[0], API_VERSION[1], 0
+        return False
+    return frame[_STAGE] & 0xFFFFFFFF == _EXECUTE
+
+
+@no_type_check
+@numba.njit(inline="always")
+def argument(frame, index):
+    """Where the elements of an argument are."""
+    return words(words(frame[_ARGUMENTS])[index])[_DATA]
+
+
+@no_type_check
+@numba.njit(inline="always")
+def result(frame, index):
+    """Where those of a result go."""
+    return words(words(frame[_RESULTS])[index])[_DATA]
+
+
+@no_type_check
+@numba.njit(inline="always")
+def sizes(frame, index):
+    """The sizes of an argument's axes."""
+    return words(words(words(frame[_ARGUMENTS])[index])[_SIZES])
+
+
+@intrinsic
+def number(typing, address, index, kind):
+    """Of the numbers that begin at an address one, in float32. What they are is a literal."""
+    if not isinstance(kind, types.IntegerLiteral):
+        raise RequireLiteralValue("kind")
+    stored = (ir.FloatType(), ir.IntType(16), ir.IntType(8))[kind.literal_value]
+
+    def build(context, builder, signature, arguments):
+        start = builder.inttoptr(arguments[0], stored.as_pointer())
+        x = builder.load(builder.gep(start, [arguments[1]]))
+        if kind.literal_value == FLOAT32:
+            return x
+        if kind.literal_value == INT8:
+            return builder.sitofp(x, ir.FloatType())
+        wide = builder.shl(builder.zext(x, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return types.float32(types.int64, types.int64, kind), build
+
+
+@intrinsic
+def times_power_of_two(typing, x, exponent):
+    """x · 2^exponent of a float32 near 1, by its bits: an int32 between −125 and 125."""
+
+    def build(context, builder, signature, arguments):
+        bits = builder.bitcast(arguments[0], ir.IntType(32))
+        more = builder.shl(arguments[1], ir.Constant(ir.IntType(32), 23))
+        return builder.bitcast(builder.add(bits, more), ir.FloatType())
+
+    return types.float32(types.float32, types.int32), build
+
+
+def compiled(function: Any, kind: Any) -> Any:
+    """A function that C may call, of a signature, compiled; on disk, too, where Numba finds a
+    folder for it."""
+    try:
+        return numba.cfunc(kind, cache=True)(function)
+    except RuntimeError:
+        return numba.cfunc(kind)(function)
+
+
+def register(name: str, function: Any) -> None:
+    """Let programs call a function by a name.
+
+    Raises:
+        NotImplementedError: jaxlib does not serve the version of the interface.
+    """
+    try:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function.address), platform="cpu")
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise NotImplementedError(f"jaxlib {metadata.version('jaxlib')} ({reason})") from None

@@ -1,0 +1,337 @@
+"""Paged attention of one decode step on CPUs: pages are read where they lie.
+
+Heads are cut into pieces of as many KVs each, each with a softmax of its own, as in the reference.
+Whichever thread is free takes the next piece, and when all are done the next head, merges what its
+pieces gave in their order, and adds to its metrics. So a head computes the same bits wherever it
+stands and however many threads there are. Keys and values are rows of float32 or bfloat16, or int8
+codes with scales: they become float32 on the way.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import zlib
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numba
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
+from numba import types
+from numba.misc.special import literally
+from numba.np.numpy_support import carray
+
+from kvjax.kernels import numba_calls as calls
+from kvjax.kernels import numba_threads as threads
+from kvjax.kernels import numba_vectors as vectors
+from kvjax.kernels.encoded import Encoded, turned
+from kvjax.kernels.numba_calls import BFLOAT16, BYTES, FLOAT32, INT8, float32s, int32s, number
+from kvjax.kernels.numba_vectors import ROWS, add_weighted, dots, to_float32
+from kvjax.kernels.paged_attention.spec import Shape
+
+PIECE_TOKENS = 256
+"""KVs of a piece; a multiple of `ROWS`."""
+RESULT_BYTES = 1 << 28
+"""What pieces may give in all, in bytes."""
+STORED_ROWS = {"float32": FLOAT32, "bfloat16": BFLOAT16}
+STORED_CODES = {"int8": INT8}
+FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
+"""Sums in any order; but what is not finite stays so, and is nobody else's."""
+LOG2_E = np.float32(1.4426950408889634)
+POWER_OF_TWO = tuple(
+    np.float32(x)
+    for x in (1, 0.69314718, 0.24022651, 0.05550411, 0.00961813, 0.00133336, 0.00015404)
+)
+"""Of 2^x between −½ and ½: the Taylor series, to 1e-8 of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Static configuration of a call."""
+
+    scale: float
+    kinds: tuple[int, int]
+    """What is stored of keys and of values, as `number` calls it."""
+
+
+def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Config:
+    """The configuration for a shape.
+
+    Raises:
+        NotImplementedError: it is not served, with the reason.
+    """
+    if exact:
+        raise NotImplementedError("exact rows")
+    if shape.halves:
+        raise NotImplementedError("halves of rows")
+    kinds = []
+    for form in shape.forms:
+        name, served = (shape.dtype, STORED_ROWS) if form is None else (form, STORED_CODES)
+        if name not in served:
+            names = ", ".join((*STORED_ROWS, *STORED_CODES))
+            raise NotImplementedError(f"{name} pools, served are {names}")
+        kinds.append(served[name])
+    if (kinds[0] == INT8) != (kinds[1] == INT8):
+        raise NotImplementedError("codes of keys or values alone")
+    if shape.rows == 0 or shape.blocks == 0 or shape.max_blocks == 0:
+        raise NotImplementedError("an empty batch, pool or table")
+    each = shape.group * 4 * (shape.head_dim + (PIECE_TOKENS if keep_weights else 0))
+    held = shape.rows * math.ceil(shape.max_blocks * shape.block_size / PIECE_TOKENS) * each
+    if held > RESULT_BYTES:
+        raise NotImplementedError(
+            f"{held >> 20} MB of partial results, served are {RESULT_BYTES >> 20}"
+        )
+    _target(shape.group, shape.head_dim, shape.block_size, *kinds, 2 if keep_weights else 0)
+    return Config(scale, (kinds[0], kinds[1]))
+
+
+def paged_attention(
+    q: Float[Array, "S Hr d"],
+    k: Float[Array, "N b d"] | Encoded,
+    v: Float[Array, "N b d"] | Encoded,
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    *,
+    c: Config,
+    metric: Float[Array, "N b"] | None = None,
+    power: int = 2,
+    observed: Bool[Array, " S"] | None = None,
+    exact: None = None,
+) -> tuple[Float[Array, "S Hr d"], Float[Array, "N b"] | None]:
+    """See `kvjax.kernels.paged_attention`. Softmax and sums in float32."""
+    num_seqs, num_query_heads, d = q.shape
+    num_heads, max_blocks = block_table.shape[1:]
+    group, rows, block_size = num_query_heads // num_heads, num_seqs * num_heads, k.shape[1]
+    queries = (turned(k, q.astype(jnp.float32)) * c.scale).reshape(rows, group, d)
+    stored: list[Any] = []
+    for pool in (k, v):
+        stored += pool.codes if isinstance(pool, Encoded) else [pool]
+    pieces = (rows, math.ceil(max_blocks * block_size / PIECE_TOKENS), group)
+    shapes = [(rows, group, d), (*pieces, d), pieces, pieces]
+    given = [queries, block_table.reshape(rows, max_blocks), context_len.reshape(rows), *stored]
+    aliases = {}
+    if metric is not None:
+        touched = jnp.ones(num_seqs, bool) if observed is None else observed
+        aliases = {len(given) + 1: len(shapes)}
+        given += [jnp.repeat(touched.astype(jnp.int32), num_heads), metric]
+        shapes += [metric.shape, (*pieces, PIECE_TOKENS)]
+    target = _target(group, d, block_size, *c.kinds, 0 if metric is None else power)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    found = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*given)
+    out = turned(v, found[0].reshape(num_seqs, num_query_heads, d)).astype(q.dtype)
+    return out, None if metric is None else found[4]
+
+
+@functools.cache
+def _target(group: int, d: int, b: int, keys: int, values: int, power: int) -> str:
+    """The name by which programs call what attends for a shape; of no metrics the power is 0."""
+    name = f"kvjax_paged_attention_{group}_{d}_{b}_{keys}_{values}_{power}"
+    # Makes what lies on disk unlike that of other versions of what is compiled into it.
+    stamp = zlib.crc32("".join(map(inspect.getsource, (calls, threads, vectors))).encode())
+
+    @no_type_check
+    def task(team):
+        _work(team, group, d, b, keys, values, power)
+        threads.leave(team)
+
+    @no_type_check
+    def call(frame):
+        if calls.runs(frame) and stamp >= 0:
+            task_address, rows, pieces = threads.address_of(name), calls.sizes(frame, 1)[0], 0
+            for row in range(rows):
+                pieces += _pieces(_length(frame, row, b))
+            threads.run(frame, task_address, _PIECES, pieces)
+            threads.run(frame, task_address, _HEADS, rows)
+        return 0
+
+    threads.lend(name, calls.compiled(task, types.void(types.int64)))
+    calls.register(name, calls.compiled(call, types.int64(types.CPointer(types.int64))))
+    return name
+
+
+_PIECES, _HEADS = 0, 1
+"""What the chunks of a call are, first and last."""
+
+
+@no_type_check
+@numba.njit
+def _pieces(length):
+    return -(-length // PIECE_TOKENS)
+
+
+@no_type_check
+@numba.njit
+def _length(frame, row, b):
+    """KVs of a head, of which there are no more than its table has room for."""
+    held = int32s(calls.argument(frame, 2))[row]
+    return max(0, min(held, calls.sizes(frame, 1)[1] * b))
+
+
+@no_type_check
+@numba.njit
+def _work(address, r, d, b, keys, values, power):
+    """Chunks of a team's call, while there are any: pieces, or heads."""
+    chunk = threads.take(address)
+    team = calls.words(address)
+    if chunk >= team[threads.TOTAL]:
+        return
+    frame = calls.words(team[threads.FRAME])
+    if team[threads.PHASE] == _PIECES:
+        _attend(address, chunk, frame, r, d, b, keys, values, power)
+        return
+    while chunk < team[threads.TOTAL]:
+        _merge(chunk, frame, r, d, b, keys, power)
+        threads.finished(address)
+        chunk = threads.take(address)
+
+
+@no_type_check
+@numba.njit(fastmath=FAST, error_model="numpy")
+def _attend(address, chunk, frame, r, d, b, keys, values, power):
+    """What pieces give: sums of values, largest logits, sums of weights, and weights."""
+    _ = literally(r), literally(d), literally(b), literally(keys), literally(values)
+    _ = literally(power)
+    chunks = calls.words(address)[threads.TOTAL]
+    rows, max_blocks = calls.sizes(frame, 1)[0], calls.sizes(frame, 1)[1]
+    blocks, most_pieces = calls.sizes(frame, 3)[0], _pieces(max_blocks * b)
+    q = calls.argument(frame, 0)
+    table = carray(int32s(calls.argument(frame, 1)), (rows, max_blocks))
+    k = k_scale = calls.argument(frame, 3)
+    v = v_scale = calls.argument(frame, 4)
+    if keys == INT8:
+        k_scale, v, v_scale = v, calls.argument(frame, 5), calls.argument(frame, 6)
+    top = carray(float32s(calls.result(frame, 2)), (rows, most_pieces, r))
+    total = carray(float32s(calls.result(frame, 3)), (rows, most_pieces, r))
+    s, lane = np.empty((r, PIECE_TOKENS), np.float32), np.empty(ROWS, np.float32)
+    place, at = np.empty(ROWS, np.int64), np.empty(ROWS, np.int64)
+    tile = np.empty((ROWS, d), np.float32)
+    row, before, own = 0, 0, _pieces(_length(frame, 0, b))
+    while chunk < chunks:
+        while before + own <= chunk:
+            before += own
+            row += 1
+            own = _pieces(_length(frame, row, b))
+        piece = chunk - before
+        begin = piece * PIECE_TOKENS
+        n = min(_length(frame, row, b) - begin, PIECE_TOKENS)
+        padded = -(-n // ROWS) * ROWS
+        for t in range(0, n, ROWS):
+            _find(at, place, tile, k, blocks, table[row], begin + t, n - t, d, b, keys)
+            for i in range(r):
+                logits = s.ctypes.data + (i * PIECE_TOKENS + t) * 4
+                dots(q + (row * r + i) * d * 4, at.ctypes.data, logits, d)
+                if keys == INT8:
+                    for j in range(ROWS):
+                        s[i, t + j] *= number(k_scale, place[j], BFLOAT16)
+        for i in range(r):
+            for t in range(n, padded):
+                s[i, t] = -np.inf
+            for j in range(ROWS):
+                lane[j] = -np.inf
+            for t in range(0, padded, ROWS):
+                for j in range(ROWS):
+                    lane[j] = s[i, t + j] if s[i, t + j] > lane[j] else lane[j]
+            most = lane[0]
+            for j in range(1, ROWS):
+                most = lane[j] if lane[j] > most else most
+            for t in range(padded):
+                s[i, t] = _exp(s[i, t] - most)
+            for t in range(n, padded):
+                s[i, t] = 0
+            weight = np.float32(0)
+            for t in range(padded):
+                weight += s[i, t]
+            top[row, piece, i], total[row, piece, i] = most, weight
+        if power > 0:
+            kept = carray(float32s(calls.result(frame, 5)), (rows, most_pieces, r, PIECE_TOKENS))
+            kept[row, piece, :, :n] = s[:, :n]
+        sums = calls.result(frame, 1) + (row * most_pieces + piece) * r * d * 4
+        carray(float32s(sums), r * d)[:] = 0
+        for t in range(0, n, ROWS):
+            _find(at, place, tile, v, blocks, table[row], begin + t, n - t, d, b, values)
+            for i in range(r):
+                if values == INT8:
+                    for j in range(ROWS):
+                        s[i, t + j] *= number(v_scale, place[j], BFLOAT16)
+                weights = s.ctypes.data + (i * PIECE_TOKENS + t) * 4
+                add_weighted(weights, at.ctypes.data, sums + i * d * 4, d)
+        threads.finished(address)
+        chunk = threads.take(address)
+
+
+@no_type_check
+@numba.njit(inline="always")
+def _find(at, place, tile, pool, num_blocks, blocks, begin, n, d, b, kind):
+    """Where `ROWS` rows of a head are as float32, and which of the pool they are; of fewer the
+    last one counts for those that lack. Nothing outside the pool is read."""
+    for j in range(ROWS):
+        t = begin + min(j, n - 1)
+        block = max(0, min(np.int64(blocks[t // b]), num_blocks - 1))
+        place[j] = block * b + t % b
+        if kind == FLOAT32:
+            at[j] = pool + place[j] * d * 4
+        else:
+            at[j] = tile.ctypes.data + j * d * 4
+            to_float32(pool + place[j] * d * BYTES[kind], at[j], d, kind)
+
+
+@no_type_check
+@numba.njit(fastmath=FAST, error_model="numpy")
+def _merge(row, frame, r, d, b, keys, power):
+    """Attention of a head of what its pieces gave, and metrics with what its KVs received."""
+    _ = literally(r), literally(d), literally(b), literally(keys), literally(power)
+    rows, max_blocks = calls.sizes(frame, 1)[0], calls.sizes(frame, 1)[1]
+    length, most_pieces = _length(frame, row, b), _pieces(max_blocks * b)
+    pieces = _pieces(length)
+    out = carray(float32s(calls.result(frame, 0)), (rows, r, d))[row]
+    sums = carray(float32s(calls.result(frame, 1)), (rows, most_pieces, r, d))[row]
+    top = carray(float32s(calls.result(frame, 2)), (rows, most_pieces, r))[row]
+    total = carray(float32s(calls.result(frame, 3)), (rows, most_pieces, r))[row]
+    out[:] = 0
+    if pieces == 0:
+        return
+    for i in range(r):
+        most = top[0, i]
+        for piece in range(1, pieces):
+            most = top[piece, i] if top[piece, i] > most else most
+        weight = np.float32(0)
+        for piece in range(pieces):
+            # From here on what a piece's weights count in all.
+            top[piece, i] = _exp(top[piece, i] - most)
+            weight += total[piece, i] * top[piece, i]
+        for piece in range(pieces):
+            top[piece, i] /= weight
+            for c in range(d):
+                out[i, c] += sums[piece, i, c] * top[piece, i]
+    if power == 0 or int32s(calls.argument(frame, 7 if keys == INT8 else 5))[row] == 0:
+        return
+    table = carray(int32s(calls.argument(frame, 1)), (rows, max_blocks))[row]
+    metric, blocks = float32s(calls.result(frame, 4)), calls.sizes(frame, 3)[0]
+    kept = carray(float32s(calls.result(frame, 5)), (rows, most_pieces, r, PIECE_TOKENS))[row]
+    for t in range(length):
+        received, block = np.float32(0), np.int64(table[t // b])
+        for i in range(r):
+            p = kept[t // PIECE_TOKENS, i, t % PIECE_TOKENS] * top[t // PIECE_TOKENS, i]
+            received += p * p if power == 2 else p
+        if 0 <= block < blocks:
+            metric[block * b + t % b] += received
+
+
+@no_type_check
+@numba.njit(inline="always", fastmath=FAST)
+def _exp(x):
+    """e^x of a float32 that is not above 0, to 1e-7 of it; what is below 2^−125 becomes that."""
+    y = x * LOG2_E
+    y = np.float32(-125) if y < np.float32(-125) else y
+    whole = np.floor(y + np.float32(0.5))
+    y -= whole
+    p = POWER_OF_TWO[6]
+    p = p * y + POWER_OF_TWO[5]
+    p = p * y + POWER_OF_TWO[4]
+    p = p * y + POWER_OF_TWO[3]
+    p = p * y + POWER_OF_TWO[2]
+    p = p * y + POWER_OF_TWO[1]
+    p = p * y + POWER_OF_TWO[0]
+    return calls.times_power_of_two(p, np.int32(whole))
