@@ -3,7 +3,8 @@
 Decode and prefill of SmolLM2-135M's shapes in float32, and with int8 weights, against Hugging Face
 transformers on the same cores, the share of a prompt's prefill that compression takes, by method
 too, how metrics and eviction grow with the prompt, one layer's attention over a prompt with and
-without the sums of all queries, and the bytes that the cache holds afterwards.
+without the sums of all queries, that of decode steps by Numba and by XLA, and the bytes that the
+cache holds afterwards.
 
     python -m benchmarks.cpu --peer-python ~/torch/bin/python --json bench.json
     python -m benchmarks.cpu --only compression scaling
@@ -34,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.cpu.paged import measure_paged
 from kvjax.cache import (
     CompressionConfig,
     compress,
@@ -57,7 +59,7 @@ from kvjax.kernels import (
 )
 from kvjax.models import load_model
 
-SECTIONS = ("peer", "compression", "methods", "calibrated", "scaling", "attention")
+SECTIONS = ("peer", "compression", "methods", "calibrated", "scaling", "attention", "paged")
 METHODS = (
     "full",
     "random",
@@ -386,7 +388,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--peer-python", help="a Python with torch and transformers")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--length", type=int, default=2048, help="tokens of peer and attention")
+    parser.add_argument(
+        "--length", type=int, default=2048, help="tokens of peer, attention and paged"
+    )
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="also write the JSON object to a file")
@@ -420,6 +424,10 @@ def main(arguments: list[str] | None = None) -> int:
         result["scaling"] = measure_scaling(model, options.repeats, progress)
     if "attention" in options.only:
         result["attention"] = measure_attention(model, options.length, options.repeats, progress)
+    if "paged" in options.only:
+        cores, length = os.cpu_count() or 1, options.length
+        found = measure_paged(model.config, length, options.repeats, cores, progress)
+        result["paged"] = found
     progress.clear()
     print(json.dumps(result, indent=2))
     line = json.dumps(result)

@@ -63,7 +63,7 @@ def explain(kernel: Callable, *args: Any, **kwargs: Any) -> str:
 
     Example:
         >>> explain(paged_attention, q, k, v, block_table, context_len)  # doctest: +SKIP
-        'xla: tpu does not serve device cpu; mosaic_gpu does not serve device cpu'
+        'numba: mosaic_gpu does not serve device cpu (wanted: …); tpu does not serve device cpu'
     """
     chosen = getattr(kernel, "choice", None)
     if chosen is None:

@@ -169,6 +169,21 @@ def test_calls_of_several_threads_do_not_disturb_each_other() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
+def test_a_shape_is_compiled_once_for_all_threads() -> None:
+    """A name of a function that is another one would be refused."""
+    names = []
+    threads = [
+        threading.Thread(target=lambda: names.append(numba_cpu._target(2, 8, 4, 0, 0, 0)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(names) == 2
+    assert len(set(names)) == 1
+
+
 def test_what_is_not_finite_stays_its_own() -> None:
     p = long_problem()
     q = p.arguments[0]

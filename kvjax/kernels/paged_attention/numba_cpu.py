@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import threading
 import zlib
 from typing import Any, no_type_check
 
@@ -124,9 +125,19 @@ def paged_attention(
     return out, None if metric is None else found[4]
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _target(*shape: int) -> str:
+    """The name by which programs call what attends for a shape, as `_compiled` has it."""
+    # A name stands for one function: programs are made by several threads.
+    with _ONE_AT_A_TIME:
+        return _compiled(*shape)
+
+
 @functools.cache
-def _target(group: int, d: int, b: int, keys: int, values: int, power: int) -> str:
-    """The name by which programs call what attends for a shape; of no metrics the power is 0."""
+def _compiled(group: int, d: int, b: int, keys: int, values: int, power: int) -> str:
+    """Of no metrics the power is 0."""
     name = f"kvjax_paged_attention_{group}_{d}_{b}_{keys}_{values}_{power}"
     # Makes what lies on disk unlike that of other versions of what is compiled into it.
     stamp = zlib.crc32("".join(map(inspect.getsource, (calls, threads, vectors))).encode())
