@@ -35,10 +35,16 @@ _DATA, _SIZES = 3, 5
 _EXECUTE = 3
 """XLA_FFI_ExecutionStage_EXECUTE."""
 
-FLOAT32, BFLOAT16, INT8 = 0, 1, 2
-"""What `number` finds at an address."""
-BYTES = (4, 2, 1)
-"""Of each."""
+FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+"""What is stored of numbers; of 4 bits two to a byte, as `kvjax.cache.store.scaled.packed` has
+them."""
+
+
+@no_type_check
+@numba.njit(inline="always")
+def row_bytes(d, kind):
+    """Bytes of a row of d numbers."""
+    return d // 2 if kind == INT4 else d * (4, 2, 1)[kind]
 
 
 def _pointer_to(kind: types.Type, element: ir.Type) -> Any:
@@ -95,18 +101,17 @@ def sizes(frame, index):
 
 @intrinsic
 def number(typing, address, index, kind):
-    """Of the numbers that begin at an address one, in float32. What they are is a literal."""
+    """Of the numbers that begin at an address one, in float32. What they are is a literal: rows
+    of floating point."""
     if not isinstance(kind, types.IntegerLiteral):
         raise RequireLiteralValue("kind")
-    stored = (ir.FloatType(), ir.IntType(16), ir.IntType(8))[kind.literal_value]
+    stored = {FLOAT32: ir.FloatType(), BFLOAT16: ir.IntType(16)}[kind.literal_value]
 
     def build(context, builder, signature, arguments):
         start = builder.inttoptr(arguments[0], stored.as_pointer())
         x = builder.load(builder.gep(start, [arguments[1]]))
         if kind.literal_value == FLOAT32:
             return x
-        if kind.literal_value == INT8:
-            return builder.sitofp(x, ir.FloatType())
         wide = builder.shl(builder.zext(x, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(wide, ir.FloatType())
 

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.errors import RequireLiteralValue
 
-from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT8, intrinsic
+from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, intrinsic
 
 ROWS = 16
 """Rows that are worked on at once."""
@@ -82,15 +82,19 @@ def to_float32(typing, source, out, d, kind):
     width = _width(d)
     if not isinstance(kind, types.IntegerLiteral):
         raise RequireLiteralValue("kind")
-    numbers = {FLOAT32: _FLOAT, BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}[kind.literal_value]
+    stored = kind.literal_value
+    numbers = {FLOAT32: _FLOAT, BFLOAT16: ir.IntType(16)}.get(stored, ir.IntType(8))
 
     def build(context, builder, signature, arguments):
         source, out, _, _ = arguments
+        if stored == INT4:
+            _nibbles(builder, source, out, d.literal_value // 2)
+            return context.get_dummy_value()
         for i in range(d.literal_value // width):
             x = _load(builder, source, i, width, numbers)
-            if kind.literal_value == INT8:
+            if stored == INT8:
                 x = builder.sitofp(x, ir.VectorType(_FLOAT, width))
-            elif kind.literal_value == BFLOAT16:
+            elif stored == BFLOAT16:
                 whole = ir.VectorType(_INDEX, width)
                 x = builder.shl(builder.zext(x, whole), ir.Constant(whole, [16] * width))
                 x = builder.bitcast(x, ir.VectorType(_FLOAT, width))
@@ -98,6 +102,20 @@ def to_float32(typing, source, out, d, kind):
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64, d, kind), build
+
+
+def _nibbles(builder: ir.IRBuilder, source: ir.Value, out: ir.Value, half: int) -> None:
+    """A row from so many bytes: the low halves are its first part, the high ones its second."""
+    width = math.gcd(half, ROWS)
+    byte, single = ir.VectorType(ir.IntType(8), width), ir.VectorType(_FLOAT, width)
+    for i in range(half // width):
+        x = _load(builder, source, i, width, ir.IntType(8))
+        low = builder.and_(x, ir.Constant(byte, [15] * width))
+        high = builder.lshr(x, ir.Constant(byte, [4] * width))
+        for part, code in enumerate((low, high)):
+            middle = ir.Constant(single, [-7.5] * width)
+            level: Any = builder.fadd(builder.uitofp(code, single), middle)
+            _store(builder, level, out, part * half // width + i, width)
 
 
 def _width(d: types.Type) -> int:

@@ -49,7 +49,7 @@ def test_what_is_left_to_xla(changes: dict, reason: str) -> None:
 @pytest.mark.parametrize(
     ("forms", "reason"),
     [
-        (("int4", "int4"), "int4 pools, served are float32, bfloat16, int8"),
+        (("e4m3", "e4m3"), "e4m3 pools, served are float32, bfloat16, int8, int4"),
         (("int8", None), "codes of keys or values alone"),
     ],
 )

@@ -100,7 +100,7 @@ BY_DEFAULT = {
     ),
     "numba": {
         "ragged", "all empty", "one long head", "many short heads", "float32", "float32 d=80",
-        "b=8", "r=3", "int8", "int8 float32",
+        "b=8", "r=3", "int8", "int8 float32", "int4", "int8 int4 d=64",
     },
     "tpu": (
         set(CASES) - set(CODES) - set(HALVES)
@@ -118,7 +118,7 @@ rest runs with `-m slow`."""
 
 def numba_serves(shape: spec.Shape) -> bool:
     rows = shape.forms == (None, None) and shape.dtype != "float16"
-    return not shape.halves and (rows or shape.forms == ("int8", "int8"))
+    return not shape.halves and (rows or set(shape.forms) <= {"int8", "int4"})
 
 
 MATRIX = [

@@ -3,8 +3,8 @@
 Heads are cut into pieces of as many KVs each, each with a softmax of its own, as in the reference.
 Whichever thread is free takes the next piece, and when all are done the next head, merges what its
 pieces gave in their order, and adds to its metrics. So a head computes the same bits wherever it
-stands and however many threads there are. Keys and values are rows of float32 or bfloat16, or int8
-codes with scales: they become float32 on the way.
+stands and however many threads there are. Keys and values are rows of float32 or bfloat16, or codes
+of 8 or 4 bits with scales: they become float32 on the way.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from kvjax.kernels import numba_calls as calls
 from kvjax.kernels import numba_threads as threads
 from kvjax.kernels import numba_vectors as vectors
 from kvjax.kernels.encoded import Encoded, turned
-from kvjax.kernels.numba_calls import BFLOAT16, BYTES, FLOAT32, INT8, float32s, int32s, number
+from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, float32s, int32s, number
 from kvjax.kernels.numba_vectors import ROWS, add_weighted, dots, to_float32
 from kvjax.kernels.paged_attention.spec import Shape
 
@@ -37,7 +37,7 @@ PIECE_TOKENS = 256
 RESULT_BYTES = 1 << 28
 """What pieces may give in all, in bytes."""
 STORED_ROWS = {"float32": FLOAT32, "bfloat16": BFLOAT16}
-STORED_CODES = {"int8": INT8}
+STORED_CODES = {"int8": INT8, "int4": INT4}
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 """Sums in any order; but what is not finite stays so, and is nobody else's."""
 LOG2_E = np.float32(1.4426950408889634)
@@ -74,7 +74,7 @@ def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Co
             names = ", ".join((*STORED_ROWS, *STORED_CODES))
             raise NotImplementedError(f"{name} pools, served are {names}")
         kinds.append(served[name])
-    if (kinds[0] == INT8) != (kinds[1] == INT8):
+    if (kinds[0] >= INT8) != (kinds[1] >= INT8):
         raise NotImplementedError("codes of keys or values alone")
     if shape.rows == 0 or shape.blocks == 0 or shape.max_blocks == 0:
         raise NotImplementedError("an empty batch, pool or table")
@@ -211,7 +211,7 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
     table = carray(int32s(calls.argument(frame, 1)), (rows, max_blocks))
     k = k_scale = calls.argument(frame, 3)
     v = v_scale = calls.argument(frame, 4)
-    if keys == INT8:
+    if keys >= INT8:
         k_scale, v, v_scale = v, calls.argument(frame, 5), calls.argument(frame, 6)
     top = carray(float32s(calls.result(frame, 2)), (rows, most_pieces, r))
     total = carray(float32s(calls.result(frame, 3)), (rows, most_pieces, r))
@@ -233,7 +233,7 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
             for i in range(r):
                 logits = s.ctypes.data + (i * PIECE_TOKENS + t) * 4
                 dots(q + (row * r + i) * d * 4, at.ctypes.data, logits, d)
-                if keys == INT8:
+                if keys >= INT8:
                     for j in range(ROWS):
                         s[i, t + j] *= number(k_scale, place[j], BFLOAT16)
         for i in range(r):
@@ -263,7 +263,7 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
         for t in range(0, n, ROWS):
             _find(at, place, tile, v, blocks, table[row], begin + t, n - t, d, b, values)
             for i in range(r):
-                if values == INT8:
+                if values >= INT8:
                     for j in range(ROWS):
                         s[i, t + j] *= number(v_scale, place[j], BFLOAT16)
                 weights = s.ctypes.data + (i * PIECE_TOKENS + t) * 4
@@ -277,15 +277,16 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
 def _find(at, place, tile, pool, num_blocks, blocks, begin, n, d, b, kind):
     """Where `ROWS` rows of a head are as float32, and which of the pool they are; of fewer the
     last one counts for those that lack. Nothing outside the pool is read."""
+    size = calls.row_bytes(d, kind)
     for j in range(ROWS):
         t = begin + min(j, n - 1)
         block = max(0, min(np.int64(blocks[t // b]), num_blocks - 1))
         place[j] = block * b + t % b
         if kind == FLOAT32:
-            at[j] = pool + place[j] * d * 4
+            at[j] = pool + place[j] * size
         else:
             at[j] = tile.ctypes.data + j * d * 4
-            to_float32(pool + place[j] * d * BYTES[kind], at[j], d, kind)
+            to_float32(pool + place[j] * size, at[j], d, kind)
 
 
 @no_type_check
@@ -316,7 +317,7 @@ def _merge(row, frame, r, d, b, keys, power):
             top[piece, i] /= weight
             for c in range(d):
                 out[i, c] += sums[piece, i, c] * top[piece, i]
-    if power == 0 or int32s(calls.argument(frame, 7 if keys == INT8 else 5))[row] == 0:
+    if power == 0 or int32s(calls.argument(frame, 7 if keys >= INT8 else 5))[row] == 0:
         return
     table = carray(int32s(calls.argument(frame, 1)), (rows, max_blocks))[row]
     metric, blocks = float32s(calls.result(frame, 4)), calls.sizes(frame, 3)[0]
