@@ -233,6 +233,8 @@ def run_children(
     flags = group.environment.get("XLA_FLAGS", "")
     if options.rehearse:
         environment["JAX_PLATFORMS"], flags = "cpu", ""
+        # A program that is interpreted holds one of XLA's threads for each of its own that waits.
+        environment.setdefault("NPROC", "16")
         environment.pop("JAX_COMPILATION_CACHE_DIR")
     else:
         # Without a card JAX would take the processor, for hours.
