@@ -16,7 +16,6 @@ import numba
 import numba.extending
 from llvmlite import ir
 from numba import types
-from numba.core.errors import RequireLiteralValue
 
 intrinsic: Any = numba.extending.intrinsic
 """Its functions are called with one argument less than they are written with."""
@@ -100,22 +99,16 @@ def sizes(frame, index):
 
 
 @intrinsic
-def number(typing, address, index, kind):
-    """Of the numbers that begin at an address one, in float32. What they are is a literal: rows
-    of floating point."""
-    if not isinstance(kind, types.IntegerLiteral):
-        raise RequireLiteralValue("kind")
-    stored = {FLOAT32: ir.FloatType(), BFLOAT16: ir.IntType(16)}[kind.literal_value]
+def bfloat16_at(typing, address, index):
+    """Of the bfloat16 that begin at an address one, in float32."""
 
     def build(context, builder, signature, arguments):
-        start = builder.inttoptr(arguments[0], stored.as_pointer())
-        x = builder.load(builder.gep(start, [arguments[1]]))
-        if kind.literal_value == FLOAT32:
-            return x
-        wide = builder.shl(builder.zext(x, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        start = builder.inttoptr(arguments[0], ir.IntType(16).as_pointer())
+        bits = builder.load(builder.gep(start, [arguments[1]]))
+        wide = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(wide, ir.FloatType())
 
-    return types.float32(types.int64, types.int64, kind), build
+    return types.float32(types.int64, types.int64), build
 
 
 @intrinsic

@@ -28,7 +28,7 @@ from kvjax.kernels import numba_calls as calls
 from kvjax.kernels import numba_threads as threads
 from kvjax.kernels import numba_vectors as vectors
 from kvjax.kernels.encoded import Encoded, turned
-from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, float32s, int32s, number
+from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, bfloat16_at, float32s, int32s
 from kvjax.kernels.numba_vectors import ROWS, add_weighted, dots, to_float32
 from kvjax.kernels.paged_attention.spec import Shape
 
@@ -54,7 +54,7 @@ class Config:
 
     scale: float
     kinds: tuple[int, int]
-    """What is stored of keys and of values, as `number` calls it."""
+    """What is stored of keys and of values, as `numba_calls` names it."""
 
 
 def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Config:
@@ -235,7 +235,7 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
                 dots(q + (row * r + i) * d * 4, at.ctypes.data, logits, d)
                 if keys >= INT8:
                     for j in range(ROWS):
-                        s[i, t + j] *= number(k_scale, place[j], BFLOAT16)
+                        s[i, t + j] *= bfloat16_at(k_scale, place[j])
         for i in range(r):
             for t in range(n, padded):
                 s[i, t] = -np.inf
@@ -265,7 +265,7 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
             for i in range(r):
                 if values >= INT8:
                     for j in range(ROWS):
-                        s[i, t + j] *= number(v_scale, place[j], BFLOAT16)
+                        s[i, t + j] *= bfloat16_at(v_scale, place[j])
                 weights = s.ctypes.data + (i * PIECE_TOKENS + t) * 4
                 add_weighted(weights, at.ctypes.data, sums + i * d * 4, d)
         threads.finished(address)
