@@ -25,7 +25,7 @@ API_VERSION = (0, 4)
 
 # Offsets in words of 8 bytes; all structures begin with their size and a list of extensions.
 _EXTENSIONS = 1
-_STAGE, _ARGUMENTS, _RESULTS = 4, 9, 14
+_STAGE, _ARGUMENTS, _NUM_RESULTS, _RESULTS = 4, 9, 12, 14
 """Of XLA_FFI_CallFrame: the stage, and the lists of arguments' and results' buffers."""
 _METADATA = 3
 """Of XLA_FFI_Metadata_Extension."""
@@ -89,6 +89,12 @@ def argument(frame, index):
 def result(frame, index):
     """Where those of a result go."""
     return words(words(frame[_RESULTS])[index])[_DATA]
+
+
+@no_type_check
+@numba.njit(inline="always")
+def num_results(frame):
+    return frame[_NUM_RESULTS]
 
 
 @no_type_check

@@ -173,7 +173,7 @@ def test_a_shape_is_compiled_once_for_all_threads() -> None:
     """A name of a function that is another one would be refused."""
     names = []
     threads = [
-        threading.Thread(target=lambda: names.append(numba_cpu._target(2, 8, 4, 0, 0, 0)))
+        threading.Thread(target=lambda: names.append(numba_cpu._target(2, 8, 0, 0)))
         for _ in range(2)
     ]
     for thread in threads:

@@ -84,7 +84,7 @@ def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Co
         raise NotImplementedError(
             f"{held >> 20} MB of partial results, served are {RESULT_BYTES >> 20}"
         )
-    _target(shape.group, shape.head_dim, shape.block_size, *kinds, 2 if keep_weights else 0)
+    _target(shape.group, shape.head_dim, *kinds)
     return Config(scale, (kinds[0], kinds[1]))
 
 
@@ -116,11 +116,12 @@ def paged_attention(
     if metric is not None:
         touched = jnp.ones(num_seqs, bool) if observed is None else observed
         aliases = {len(given) + 1: len(shapes)}
-        given += [jnp.repeat(touched.astype(jnp.int32), num_heads), metric]
+        given += [jnp.repeat(touched * jnp.int32(power), num_heads), metric]
         shapes += [metric.shape, (*pieces, PIECE_TOKENS)]
-    target = _target(group, d, block_size, *c.kinds, 0 if metric is None else power)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    found = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*given)
+    found = jax.ffi.ffi_call(_target(group, d, *c.kinds), results, input_output_aliases=aliases)(
+        *given
+    )
     out = turned(v, found[0].reshape(num_seqs, num_query_heads, d)).astype(q.dtype)
     return out, None if metric is None else found[4]
 
@@ -128,23 +129,23 @@ def paged_attention(
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def _target(*shape: int) -> str:
-    """The name by which programs call what attends for a shape, as `_compiled` has it."""
+def _target(r: int, d: int, keys: int, values: int) -> str:
+    """The name by which programs call what attends, as `_compiled` has it."""
     # A name stands for one function: programs are made by several threads.
     with _ONE_AT_A_TIME:
-        return _compiled(*shape)
+        return _compiled(r, d, keys, values)
 
 
 @functools.cache
-def _compiled(group: int, d: int, b: int, keys: int, values: int, power: int) -> str:
-    """Of no metrics the power is 0."""
-    name = f"kvjax_paged_attention_{group}_{d}_{b}_{keys}_{values}_{power}"
+def _compiled(r: int, d: int, keys: int, values: int) -> str:
+    """For a group, a head dimension and what is stored; all else is read from the call."""
+    name = f"kvjax_paged_attention_{r}_{d}_{keys}_{values}"
     # Makes what lies on disk unlike that of other versions of what is compiled into it.
     stamp = zlib.crc32("".join(map(inspect.getsource, (calls, threads, vectors))).encode())
 
     @no_type_check
     def task(team):
-        _work(team, group, d, b, keys, values, power)
+        _work(team, r, d, keys, values)
         threads.leave(team)
 
     @no_type_check
@@ -152,7 +153,7 @@ def _compiled(group: int, d: int, b: int, keys: int, values: int, power: int) ->
         if calls.runs(frame) and stamp >= 0:
             task_address, rows, pieces = threads.address_of(name), calls.sizes(frame, 1)[0], 0
             for row in range(rows):
-                pieces += _pieces(_length(frame, row, b))
+                pieces += _pieces(_length(frame, row))
             threads.run(frame, task_address, _PIECES, pieces)
             threads.run(frame, task_address, _HEADS, rows)
         return 0
@@ -164,6 +165,8 @@ def _compiled(group: int, d: int, b: int, keys: int, values: int, power: int) ->
 
 _PIECES, _HEADS = 0, 1
 """What the chunks of a call are, first and last."""
+_METRIC, _KEPT = 4, 5
+"""Of results those that are there with a metric only: it, and weights of pieces."""
 
 
 @no_type_check
@@ -174,15 +177,21 @@ def _pieces(length):
 
 @no_type_check
 @numba.njit
-def _length(frame, row, b):
-    """KVs of a head, of which there are no more than its table has room for."""
-    held = int32s(calls.argument(frame, 2))[row]
-    return max(0, min(held, calls.sizes(frame, 1)[1] * b))
+def _room(frame):
+    """KVs for which a head's table has room."""
+    return calls.sizes(frame, 1)[1] * calls.sizes(frame, 3)[1]
 
 
 @no_type_check
 @numba.njit
-def _work(address, r, d, b, keys, values, power):
+def _length(frame, row):
+    """KVs of a head, of which there are no more than its table has room for."""
+    return max(0, min(int32s(calls.argument(frame, 2))[row], _room(frame)))
+
+
+@no_type_check
+@numba.njit
+def _work(address, r, d, keys, values):
     """Chunks of a team's call, while there are any: pieces, or heads."""
     chunk = threads.take(address)
     team = calls.words(address)
@@ -190,23 +199,23 @@ def _work(address, r, d, b, keys, values, power):
         return
     frame = calls.words(team[threads.FRAME])
     if team[threads.PHASE] == _PIECES:
-        _attend(address, chunk, frame, r, d, b, keys, values, power)
+        _attend(address, chunk, frame, r, d, keys, values)
         return
     while chunk < team[threads.TOTAL]:
-        _merge(chunk, frame, r, d, b, keys, power)
+        _merge(chunk, frame, r, d, keys)
         threads.finished(address)
         chunk = threads.take(address)
 
 
 @no_type_check
 @numba.njit(fastmath=FAST, error_model="numpy")
-def _attend(address, chunk, frame, r, d, b, keys, values, power):
+def _attend(address, chunk, frame, r, d, keys, values):
     """What pieces give: sums of values, largest logits, sums of weights, and weights."""
-    _ = literally(r), literally(d), literally(b), literally(keys), literally(values)
-    _ = literally(power)
+    _ = literally(r), literally(d), literally(keys), literally(values)
     chunks = calls.words(address)[threads.TOTAL]
     rows, max_blocks = calls.sizes(frame, 1)[0], calls.sizes(frame, 1)[1]
-    blocks, most_pieces = calls.sizes(frame, 3)[0], _pieces(max_blocks * b)
+    blocks, b = calls.sizes(frame, 3)[0], calls.sizes(frame, 3)[1]
+    most_pieces = _pieces(_room(frame))
     q = calls.argument(frame, 0)
     table = carray(int32s(calls.argument(frame, 1)), (rows, max_blocks))
     k = k_scale = calls.argument(frame, 3)
@@ -218,15 +227,15 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
     s, lane = np.empty((r, PIECE_TOKENS), np.float32), np.empty(ROWS, np.float32)
     place, at = np.empty(ROWS, np.int64), np.empty(ROWS, np.int64)
     tile = np.empty((ROWS, d), np.float32)
-    row, before, own = 0, 0, _pieces(_length(frame, 0, b))
+    row, before, own = 0, 0, _pieces(_length(frame, 0))
     while chunk < chunks:
         while before + own <= chunk:
             before += own
             row += 1
-            own = _pieces(_length(frame, row, b))
+            own = _pieces(_length(frame, row))
         piece = chunk - before
         begin = piece * PIECE_TOKENS
-        n = min(_length(frame, row, b) - begin, PIECE_TOKENS)
+        n = min(_length(frame, row) - begin, PIECE_TOKENS)
         padded = -(-n // ROWS) * ROWS
         for t in range(0, n, ROWS):
             _find(at, place, tile, k, blocks, table[row], begin + t, n - t, d, b, keys)
@@ -255,8 +264,10 @@ def _attend(address, chunk, frame, r, d, b, keys, values, power):
             for t in range(padded):
                 weight += s[i, t]
             top[row, piece, i], total[row, piece, i] = most, weight
-        if power > 0:
-            kept = carray(float32s(calls.result(frame, 5)), (rows, most_pieces, r, PIECE_TOKENS))
+        if calls.num_results(frame) > _KEPT:
+            kept = carray(
+                float32s(calls.result(frame, _KEPT)), (rows, most_pieces, r, PIECE_TOKENS)
+            )
             kept[row, piece, :, :n] = s[:, :n]
         sums = calls.result(frame, 1) + (row * most_pieces + piece) * r * d * 4
         carray(float32s(sums), r * d)[:] = 0
@@ -278,10 +289,23 @@ def _find(at, place, tile, pool, num_blocks, blocks, begin, n, d, b, kind):
     """Where `ROWS` rows of a head are as float32, and which of the pool they are; of fewer the
     last one counts for those that lack. Nothing outside the pool is read."""
     size = calls.row_bytes(d, kind)
+    # A division takes longer than all else here.
+    entry, offset = begin // b, begin % b
+    start = _start(blocks[entry], num_blocks, b) + offset
+    if offset + ROWS <= b and n >= ROWS:
+        for j in range(ROWS):
+            place[j] = start + j
+    else:
+        place[0] = start
+        for j in range(1, ROWS):
+            place[j] = place[j - 1]
+            if j < n:
+                place[j] += 1
+                offset += 1
+                if offset == b:
+                    entry, offset = entry + 1, 0
+                    place[j] = _start(blocks[entry], num_blocks, b)
     for j in range(ROWS):
-        t = begin + min(j, n - 1)
-        block = max(0, min(np.int64(blocks[t // b]), num_blocks - 1))
-        place[j] = block * b + t % b
         if kind == FLOAT32:
             at[j] = pool + place[j] * size
         else:
@@ -290,12 +314,20 @@ def _find(at, place, tile, pool, num_blocks, blocks, begin, n, d, b, kind):
 
 
 @no_type_check
+@numba.njit(inline="always")
+def _start(block, num_blocks, b):
+    """A block's first row; of one that is nowhere the nearest one's."""
+    return max(0, min(np.int64(block), num_blocks - 1)) * b
+
+
+@no_type_check
 @numba.njit(fastmath=FAST, error_model="numpy")
-def _merge(row, frame, r, d, b, keys, power):
+def _merge(row, frame, r, d, keys):
     """Attention of a head of what its pieces gave, and metrics with what its KVs received."""
-    _ = literally(r), literally(d), literally(b), literally(keys), literally(power)
+    _ = literally(r), literally(d), literally(keys)
     rows, max_blocks = calls.sizes(frame, 1)[0], calls.sizes(frame, 1)[1]
-    length, most_pieces = _length(frame, row, b), _pieces(max_blocks * b)
+    most_pieces = _pieces(_room(frame))
+    length = _length(frame, row)
     pieces = _pieces(length)
     out = carray(float32s(calls.result(frame, 0)), (rows, r, d))[row]
     sums = carray(float32s(calls.result(frame, 1)), (rows, most_pieces, r, d))[row]
@@ -317,18 +349,26 @@ def _merge(row, frame, r, d, b, keys, power):
             top[piece, i] /= weight
             for c in range(d):
                 out[i, c] += sums[piece, i, c] * top[piece, i]
-    if power == 0 or int32s(calls.argument(frame, 7 if keys >= INT8 else 5))[row] == 0:
+    if calls.num_results(frame) <= _METRIC:
+        return
+    # Of sequences that are not observed it is 0.
+    power = int32s(calls.argument(frame, 7 if keys >= INT8 else 5))[row]
+    if power == 0:
         return
     table = carray(int32s(calls.argument(frame, 1)), (rows, max_blocks))[row]
-    metric, blocks = float32s(calls.result(frame, 4)), calls.sizes(frame, 3)[0]
-    kept = carray(float32s(calls.result(frame, 5)), (rows, most_pieces, r, PIECE_TOKENS))[row]
-    for t in range(length):
-        received, block = np.float32(0), np.int64(table[t // b])
-        for i in range(r):
-            p = kept[t // PIECE_TOKENS, i, t % PIECE_TOKENS] * top[t // PIECE_TOKENS, i]
-            received += p * p if power == 2 else p
-        if 0 <= block < blocks:
-            metric[block * b + t % b] += received
+    metric = float32s(calls.result(frame, _METRIC))
+    blocks, b = calls.sizes(frame, 3)[0], calls.sizes(frame, 3)[1]
+    kept = carray(float32s(calls.result(frame, _KEPT)), (rows, most_pieces, r, PIECE_TOKENS))[row]
+    for entry in range(-(-length // b)):
+        block = np.int64(table[entry])
+        if not 0 <= block < blocks:
+            continue
+        for t in range(entry * b, min(length, entry * b + b)):
+            received = np.float32(0)
+            for i in range(r):
+                p = kept[t // PIECE_TOKENS, i, t % PIECE_TOKENS] * top[t // PIECE_TOKENS, i]
+                received += p * p if power == 2 else p
+            metric[block * b + t - entry * b] += received
 
 
 @no_type_check
