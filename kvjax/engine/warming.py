@@ -91,12 +91,17 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
     def others(one: Request) -> None:
         worker.compiled.compile([need.call() for need in needs_of(worker, one)])
 
+    # Single decode steps, and the first token's choice, are others where tokens are drawn.
+    drawn = ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})
+    samplings = [dataclasses.replace(request.sampling, **more) for more in drawn]
+    samplings *= worker.decodes_once
+
     yield prompt
     for group in worker.decode_sizes:
         slots = [outside] * group
         yield functools.partial(worker.decode, slots, 0, request.method.decode, top)
-        if worker.decodes_once:
-            most = effort([request.sampling])
+        for sampling in samplings:
+            most = effort([sampling])
             yield functools.partial(worker.decode, slots, 1, request.method.decode, top, most)
     if request.budget is not None:
         method, most = request.method, request.compression.max_kvs_per_step
@@ -106,7 +111,5 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
     yield functools.partial(worker.empty, [])
     for one in sharing(worker, request):
         yield functools.partial(others, one)
-    for drawn in ({}, {"top_p": 0.5}) if worker.decodes_once else ():
-        # Where tokens are drawn, others choose the first one.
-        sampling = dataclasses.replace(request.sampling, temperature=1.0, **drawn)
+    for sampling in samplings[1:]:
         yield functools.partial(others, dataclasses.replace(request, sampling=sampling))

@@ -129,6 +129,19 @@ def test_single_steps_do_what_a_loop_does(tiny_params, sampling, rule):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.parametrize("rule", [FULL, SMALL])
+def test_nothing_is_compiled_after_a_warm_up(tiny_params, rule):
+    """However tokens are chosen, and whatever runs while a prompt comes in, as on GPUs."""
+    llm = make_llm(tiny_params, rule)
+    llm.worker.decodes_once = llm.engine.runs_ahead = True
+    prompts = prompts_of(120, 120, 120)
+    llm.warm_up([120])
+    warmed = set(llm.worker.compiled.seconds)
+    for sampling in ({}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}):
+        llm.generate(prompts, greedy(12, **sampling))
+    assert not llm.worker.compiled.seconds.keys() - warmed
+
+
 def test_a_single_step_without_room_changes_nothing(tiny_params):
     """It is tried again once there is some, as a loop is."""
     prompts = prompts_of(30, 40, 33, 24)
