@@ -1,6 +1,5 @@
 """Decode attention of one layer against the bytes it must read."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,51 +10,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.card.parts import Machine, Part, Program
-from benchmarks.kernels.cases import Case, PagedProblem, paged_problem
+from benchmarks.kernels.cases import Case, paged_problem
 from kvjax.cli.throughput.limits import TIMED_SECONDS, median_seconds
 from kvjax.kernels import explain, paged_attention, plan_paged_attention
-from kvjax.kernels.paged_attention import INTERLEAVED, PREFETCHING, interleave
 
 EXPECTED = 4.3e12
 """About the bytes per second of the memory: says how often to repeat a call."""
 
 
-VARIANTS = {"prefetched": PREFETCHING, "interleaved": INTERLEAVED}
-"""Variants of Hopper's kernel by what their parts are called."""
-
-
-def attention_part(case: Case, statistic: bool, variant: str | None = None) -> Part:
-    """One case, with the statistic or without, also by one of `VARIANTS`."""
-    implementation = None if variant is None else VARIANTS[variant]
-    name = f"attention: {case.name} b={case.block_size}"
-    name += f"{' + statistic' if statistic else ''}{'' if variant is None else f' {variant}'}"
-
-    def drawn() -> PagedProblem:
-        problem = paged_problem(case)
-        if variant != "interleaved":
-            return problem
-        both = interleave(problem.k, problem.v)
-        metric = jnp.zeros(both.shape[:2], jnp.float32)
-        return dataclasses.replace(problem, k=both, v=both, metric=metric)
+def attention_part(case: Case, statistic: bool) -> Part:
+    """One case, with the statistic or without."""
+    name = f"attention: {case.name} b={case.block_size}{' + statistic' if statistic else ''}"
 
     def programs(machine: Machine) -> dict[str, Program]:
-        problem = jax.eval_shape(drawn)
-        plan = _plan_of(problem, statistic, implementation)
+        problem = jax.eval_shape(lambda: paged_problem(case))
+        plan = _plan_of(problem, statistic)
         with machine.device_of_calls():
             work = jax.eval_shape(plan, problem.lengths, problem.k)
         turns = 4 if machine.small else _turns(case)
         return {
             "plan": Program(plan, (problem.lengths, problem.k)),
-            "loop": Program(_loop(turns, statistic, implementation), (problem, work)),
+            "loop": Program(_loop(turns, statistic), (problem, work)),
         }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
-        problem = drawn()
+        problem = paged_problem(case)
         work = compiled["plan"](problem.lengths, problem.k)
         turns = 4 if machine.small else _turns(case)
         seconds = median_seconds(lambda: compiled["loop"](problem, work)) / turns
         call = (problem.q, problem.k, problem.v, problem.tables[0], problem.lengths)
-        chosen = explain(paged_attention, *call, implementation=implementation)
+        chosen = explain(paged_attention, *call)
         good = machine.ours(chosen)
         return shares(machine, seconds, case.kv_bytes, chosen=chosen, good=good)
 
@@ -78,19 +62,18 @@ def _turns(case: Case) -> int:
     return max(8, min(400, math.ceil(TIMED_SECONDS / (case.kv_bytes / EXPECTED))))
 
 
-def _plan_of(problem: Any, statistic: bool, implementation: str | None) -> Callable[..., Any]:
+def _plan_of(problem: Any, statistic: bool) -> Callable[..., Any]:
     heads, width = problem.q.shape[1], problem.tables.shape[-1]
 
     def plan(lengths, k):
         return plan_paged_attention(
             lengths, k, num_query_heads=heads, max_blocks=width, return_metric=statistic,
-            implementation=implementation,
         )  # fmt: skip
 
     return plan
 
 
-def _loop(turns: int, statistic: bool, implementation: str | None) -> Callable[..., Any]:
+def _loop(turns: int, statistic: bool) -> Callable[..., Any]:
     """So many calls on the device, each with the output of the one before as its queries."""
 
     def loop(problem, work):
@@ -99,9 +82,7 @@ def _loop(turns: int, statistic: bool, implementation: str | None) -> Callable[.
         def turn(i, carry):
             q, metric = carry
             arrays = (q, problem.k, problem.v, problem.tables[i % copies], problem.lengths)
-            call = functools.partial(
-                paged_attention, *arrays, work=work, implementation=implementation
-            )
+            call = functools.partial(paged_attention, *arrays, work=work)
             return call(metric=metric, return_metric=True) if statistic else (call(), metric)
 
         q, metric = lax.fori_loop(0, turns, turn, (problem.q, problem.metric))

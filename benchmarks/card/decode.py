@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.card.attention import EXPECTED, VARIANTS, attention_part, shares
+from benchmarks.card.attention import EXPECTED, attention_part, shares
 from benchmarks.card.parts import AT_ONCE, NO_TUNING, Group, Machine, Part, Program
 from benchmarks.card.peaks import hashed, peaks_group
 from benchmarks.card.trace import traced
@@ -40,9 +40,6 @@ def groups(small: bool) -> tuple[Group, ...]:
         case for case in cases if case.model != "8B"
     ]
     attention = [attention_part(case, statistic) for case in cases for statistic in (False, True)]
-    # Variants of Hopper's kernel alone.
-    variants = [(case, name) for case in cases[:4] for name in VARIANTS]
-    beside = [] if small else [attention_part(case, False, name) for case, name in variants]
     sizes = (2,) if small else (64, 256, 32, 128)
     methods = ("full", "kv-compress-continual")
     steps = [(size, method) for size in sizes for method in methods]
@@ -66,7 +63,6 @@ def groups(small: bool) -> tuple[Group, ...]:
         # What the allocator keeps of smaller pools would leave no room.
         *(Group(part.name, (part,), AT_ONCE, overlap=False) for part in large if not small),
         Group("beside", (section_part("window"), section_part("move"))),
-        Group("variants", tuple(beside), {"XLA_FLAGS": NO_TUNING}),
         Group("others", tuple(rivals)),
     )
 

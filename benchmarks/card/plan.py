@@ -45,7 +45,7 @@ REST = (
     )),
 )  # fmt: skip
 """What comes first of the rest."""
-LAST = ("memory checker", "variants", "others")
+LAST = ("memory checker", "others")
 """Groups for which time may be left."""
 
 

@@ -21,8 +21,6 @@ from kvjax.errors import UserError
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("kernels", "decode", "throughput")
-VARIANTS = (" prefetched", " interleaved")
-"""How names of parts end that `benchmarks.card.attention` times for a variant of a kernel."""
 LARGE_POOL = ", large pool"
 """In the name of a step over a pool that takes all of the memory."""
 EARLIER = " †"
@@ -31,6 +29,8 @@ LARGE = 10**9
 """Bytes of keys and values from which on attention must reach the bandwidth."""
 KERNELS = 14
 """Kernels of a trace that are listed."""
+TIMED = ("prefill", "compress", "decode", "host", "compile")
+"""What a run's time is spent on."""
 PAPER, GOAL = 5.18, 8.0
 """Tokens per second at 64× over none, at 6,000 tokens on an L4: the paper's, and what is wanted."""
 UNMEASURED = """# On a GPU
@@ -96,6 +96,7 @@ def questions(parts: Parts) -> Iterator[Question]:
     """What the files answer, in the order in which it was asked."""
     yield from _right(parts)
     yield from _attention(of(parts, "attention"))
+    yield from _rivals(of(parts, "rival"), of(parts, "attention"))
     yield from _steps(of(parts, "step"))
     yield from _throughput(of(parts, "throughput"))
     for name, row in of(parts, "trace").items():
@@ -152,11 +153,7 @@ def _attention(rows: Parts) -> Iterator[Question]:
     def us(name: str) -> float | None:
         return rows[name]["us"] if name in rows else None
 
-    large = {
-        n: r
-        for n, r in rows.items()
-        if r["bytes"] >= LARGE and "statistic" not in n and not n.endswith(VARIANTS)
-    }
+    large = {n: r for n, r in rows.items() if r["bytes"] >= LARGE and "statistic" not in n}
     for name, row in large.items():
         share = row["share_of_copy"]
         yield asked(f"attention, {name}: of the copy bandwidth", "≥ 85 %", share, at_least(0.85))
@@ -171,15 +168,20 @@ def _attention(rows: Parts) -> Iterator[Question]:
             what = f"attention, {name}: more per byte than uniform"
             yield asked(what, "≤ 5 %", each, at_most(0.05))
     for name in rows:
-        plain = us(name.rpartition(" ")[0])
-        if name.endswith(VARIANTS) and plain is not None:
-            what = f"attention, {name}: more time without"
-            yield asked(what, "", plain / us(name) - 1)  # type: ignore[operator]
-    for name in rows:
         if " b=64" in name and us(name.replace(" b=64", " b=16")) is not None:
             more = us(name.replace(" b=64", " b=16")) / us(name) - 1  # type: ignore[operator]
             what = name.replace(" b=64", "")
             yield asked(f"attention, {what}: more time with b = 16 than with 64", "", more)
+
+
+def _rivals(rows: Parts, ours: Parts) -> Iterator[Question]:
+    for name, row in rows.items():
+        case, _, other = name.partition(": ")
+        if own := ours.get(f"{case} b=16"):
+            what = f"attention, {case}: time over that of {other}"
+            # A dense cache has no pages to look for, and frees none.
+            wanted, met = ("≤ 1×", at_most(1.0)) if "paged" in other else ("", None)
+            yield asked(what, wanted, own["us"] / row["us"], met, "{:.2f}×")
 
 
 def _steps(rows: Parts) -> Iterator[Question]:
@@ -201,7 +203,7 @@ def _throughput(rows: Parts) -> Iterator[Question]:
     def ratio(rate: float) -> float | None:
         if rate not in rates or None not in rates:
             return None
-        return rates[rate]["total_tokens_per_second"] / rates[None]["total_tokens_per_second"]
+        return served(rates[rate]) / served(rates[None])
 
     best = ratio(64.0)
     for least in (PAPER, GOAL):
@@ -214,6 +216,12 @@ def _throughput(rows: Parts) -> Iterator[Question]:
         share = row["seconds_by_phase"]["host"] / row["seconds"]
         what = "no compression" if row["rate"] is None else f"rate {row['rate']:g}"
         yield asked(f"host's share, {what}", "≤ 3 %", share, at_most(0.03), "{:.1%}")
+
+
+def served(row: Row) -> float:
+    """Tokens per second, less the time in which steps were compiled on the way."""
+    compiling = row["seconds_by_phase"]["compile"]
+    return row["total_tokens_per_second"] * row["seconds"] / (row["seconds"] - compiling)
 
 
 def at_least(least: float) -> Callable[[float], bool]:
@@ -294,7 +302,7 @@ def _tables(parts: Parts) -> Iterator[str]:
     if rows := of(parts, "throughput"):
         head = (
             "rate", "tokens/s, in and out", "out", "largest batch", "expected", "preempted",
-            "prefill", "compress", "decode", "host", "of the roofline",
+            "prefill", "compress", "decode", "host", "compiled on the way", "of the roofline",
         )  # fmt: skip
         first = next(iter(rows.values()))
         yield "## Tokens per second"
@@ -303,6 +311,8 @@ def _tables(parts: Parts) -> Iterator[str]:
             f"{first['output_len']} out each, a pool of {first['pool_tokens']:,} tokens."
         )
         yield table(head, [_throughput_row(row) for row in rows.values()])
+        if any(row["seconds_by_phase"]["compile"] > 0.05 for row in rows.values()):
+            yield "Ratios of rates are of the time without what was compiled on the way."
     for kind in ("step", "trace"):
         for name, row in of(parts, kind).items():
             if (trace := row.get("trace")) and trace["kernels"]:
@@ -343,7 +353,7 @@ def _throughput_row(row: Row) -> tuple[str, ...]:
         f"{row['max_batch']}",
         f"{row['expected_batch']}",
         f"{row['preemptions']}",
-        *(f"{phases[name]:.1f} s" for name in ("prefill", "compress", "decode", "host")),
+        *(f"{phases[name]:.1f} s" for name in TIMED),
         f"{row['roofline_share']:.0%}" if "roofline_share" in row else "",
     )
 

@@ -86,7 +86,7 @@ def test_the_rest_is_all_there_is() -> None:
         (g.call, p.name) for g in every for p in g.parts
     )
     assert [g.name for g in rest][:3] == ["kernels", "steps", "throughput"]
-    assert [g.name for g in rest][-3:] == ["memory checker", "variants", "others"]
+    assert [g.name for g in rest][-2:] == ["memory checker", "others"]
     assert names(rest[2:3])[-1] == "throughput: rate 1"
 
 

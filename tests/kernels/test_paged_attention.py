@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.paged_attention import (
-    interleave,
-    mosaic_gpu,
-    mosaic_gpu_config,
     mosaic_gpu_finish,
     reference,
     spec,
@@ -22,7 +18,6 @@ from tests.kernels.paged import (
     IMPLEMENTATIONS,
     assert_exact,
     problem,
-    races_seen,
     run_xla,
     tolerance,
 )
@@ -182,19 +177,6 @@ def test_rings_of_chunks_wrap(monkeypatch, ring: int) -> None:
     assert_exact("tpu_checked", problem(lengths, shaped(heads=3, block_size=16, head_dim=64)))
 
 
-@pytest.mark.parametrize("block_size", [8, pytest.param(32, marks=pytest.mark.slow)])
-def test_table_entries_loaded_ahead(monkeypatch, block_size: int) -> None:
-    """Two of each warp, and warps without any."""
-    usual = mosaic_gpu.config
-
-    def config(*shape, **options) -> mosaic_gpu_config.Config:
-        return dataclasses.replace(usual(*shape, **options), prefetch_table=True)
-
-    monkeypatch.setattr(mosaic_gpu, "config", config)
-    p = problem(RAGGED, shaped(head_dim=64, block_size=block_size))
-    assert_exact("mosaic_gpu", p, with_metric=False)
-
-
 @pytest.mark.parametrize(
     ("workers", "block_size", "observed"),
     [
@@ -221,28 +203,6 @@ def test_parts_of_a_head_are_read_in_turns(monkeypatch) -> None:
     """As many log-sum-exps at once as a layout has rows; here one."""
     monkeypatch.setattr(mosaic_gpu_finish, "PARTS_AT_ONCE", 1)
     assert_exact("mosaic_gpu", problem([[0, 700]], shaped(head_dim=64), spread=4.0))
-
-
-def test_keys_and_values_of_one_pool() -> None:
-    p = problem(RAGGED, shaped(head_dim=64))
-    q, k, v, *heads = p.arguments
-    both, statistic = interleave(k, v), p.statistic(True)
-    count = len(statistic["metric"])
-    statistic["metric"] = jnp.pad(statistic["metric"], ((0, count), (0, 0)))
-    pairs = dataclasses.replace(p, arguments=(q, both, both, *heads))
-    c = mosaic_gpu.config(p.shape, scale=p.scale, keep_logits=True, cores=1)
-    c = dataclasses.replace(c, stages=2, programs=3, interleaved=True)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, metric = mosaic_gpu.paged_attention(
-        *pairs.arguments, c=c, **statistic, interpret=interpret
-    )
-    assert metric is not None
-    allowed_out, allowed_metric = tolerance("mosaic_gpu", p)
-    out, metric = np.asarray(out.astype(jnp.float32)), np.asarray(metric)
-    np.testing.assert_allclose(out, p.out, rtol=0, atol=allowed_out)
-    np.testing.assert_allclose(metric[:count], p.new_metric, rtol=0, atol=allowed_metric)
-    assert not metric[count:].any()
-    assert not races_seen("mosaic_gpu")
 
 
 @pytest.mark.parametrize("name", ["xla", "numba", "tpu"])

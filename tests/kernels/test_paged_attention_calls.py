@@ -1,7 +1,6 @@
 """The public call: what it refuses, which implementation it picks, and the work list."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.kernels import append_and_attend, explain, paged_attention, plan_paged_attention
-from kvjax.kernels.paged_attention import INTERLEAVED, VARIANTS, spec, worklist
+from kvjax.kernels import explain, paged_attention, plan_paged_attention
+from kvjax.kernels.paged_attention import spec, worklist
 from tests.kernels.devices import A100, B200, H200, TPU_V5E
 from tests.kernels.paged import problem
 
@@ -105,38 +104,6 @@ def test_explains_the_choice() -> None:
     assert explained(TPU_V5E, SHAPE).startswith("tpu: mosaic_gpu does not serve device TPU v5 lite")
     assert explained(H200, SHAPE, implementation="xla") == "xla"
     assert explain(paged_attention, *SHAPE.arguments(metric=False)).startswith("numba: ")
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_runs_where_it_is_asked_for(name: str) -> None:
-    assert explained(H200, SHAPE, implementation=name) == name
-    with pytest.raises(ValueError, match=f"'{name}', wanted one that serves device"):
-        explained(A100, SHAPE, implementation=name)
-    call = functools.partial(paged_attention, implementation=name)
-    with jax.sharding.use_abstract_mesh(H200):
-        ahead, usual = (
-            jax.jit(f).trace(*SHAPE.arguments(metric=False)).lower(lowering_platforms=("cuda",))
-            for f in (call, paged_attention)
-        )
-    ahead, usual = ahead.as_text(), usual.as_text()
-    assert ahead.count("custom_call @mosaic_gpu") == usual.count("custom_call @mosaic_gpu") == 2
-    assert ahead != usual
-
-
-def test_one_pool_of_both_holds_rows_and_is_not_appended_to() -> None:
-    coded = problem([[0, 20]], spec.Shape(1, 2, 4, 64, 0, 16, 2, forms=("int8", "int8")))
-    with (
-        jax.sharding.use_abstract_mesh(H200),
-        pytest.raises(ValueError, match="codes in one pool"),
-    ):
-        explain(paged_attention, *coded.arguments, implementation=INTERLEAVED)
-    newest = jax.ShapeDtypeStruct((2, 2, 64), jnp.float32)
-    call = functools.partial(append_and_attend, implementation=INTERLEAVED)
-    with (
-        jax.sharding.use_abstract_mesh(H200),
-        pytest.raises(ValueError, match=f"implementation: got {INTERLEAVED}, wanted one that app"),
-    ):
-        jax.eval_shape(call, Q, newest, newest, K, V, TABLE, LENGTHS)
 
 
 def test_logits_beyond_32_bits_fall_back() -> None:

@@ -1,12 +1,10 @@
 """Attention of one query per sequence over a paged cache with its own length for every KV head."""
 
-import dataclasses
 import importlib.util
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.checks import wanted
@@ -16,14 +14,6 @@ from kvjax.kernels.encoded import Encoded, Half, form_of, half_of
 from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.exact import ExactKVs
 from kvjax.kernels.paged_attention.worklist import WorkList
-
-PREFETCHING = "mosaic_gpu_prefetch"
-INTERLEAVED = "mosaic_gpu_interleaved"
-VARIANTS = {PREFETCHING: {"prefetch_table": True}, INTERLEAVED: {"interleaved": True}}
-"""What "mosaic_gpu" does, with entries of the block table loaded ahead of their pages, or with keys
-and values in one pool, and what of its `Config` that is. Whether they are faster only a card can
-say: they run where they are asked for."""
-ON_HOPPER = ("mosaic_gpu", *VARIANTS)
 
 
 def paged_attention(
@@ -58,10 +48,8 @@ def paged_attention(
         power: 1 or 2 (static).
         observed: sequences whose metrics are added to; all by default.
         exact: rows that are read in place of what the pool has of the same KVs.
-        implementation: "mosaic_gpu" (Hopper), its variants "mosaic_gpu_prefetch" and
-            "mosaic_gpu_interleaved" (`interleave` makes the one pool that is both `k` and `v`),
-            "tpu", "numba" (CPUs) or "xla"; None picks by device and shape
-            (`kvjax.kernels.explain` says which and why).
+        implementation: "mosaic_gpu" (Hopper), "tpu", "numba" (CPUs) or "xla"; None picks by
+            device and shape (`kvjax.kernels.explain` says which and why).
         work: what `plan_paged_attention` gave for these lengths; made here if None.
         debug: check lengths and table entries on the host where their values are known; None
             asks the environment variable KVJAX_DEBUG.
@@ -81,15 +69,6 @@ def paged_attention(
         chosen, q, k, v, block_table, context_len,
         exact=exact, work=work, debug=debug, **statistic,
     )[1]  # fmt: skip
-
-
-def interleave(k: Float[Array, "N b d"], v: Float[Array, "N b d"]) -> Float[Array, "N2 b d"]:
-    """A pool in which each block's values follow its keys: row 2 n holds block n's, 2 n + 1 those.
-
-    What "mosaic_gpu_interleaved" takes as `k` and as `v`, with the block table as it was; of its
-    metrics, [2 N, b], the first N rows count.
-    """
-    return jnp.stack([k, v], axis=1).reshape(-1, *k.shape[1:])
 
 
 def append_and_attend(
@@ -118,8 +97,6 @@ def append_and_attend(
         ValueError: as `paged_attention`.
     """
     chosen = choice(q, k, v, block_table, context_len, **options)
-    if chosen.name == INTERLEAVED:
-        raise wanted("implementation", INTERLEAVED, "one that appends")
     for name, rows, pool in (("new_k", new_k, k), ("new_v", new_v, v)):
         if rows.shape != (*context_len.shape, k.shape[2]):
             raise wanted(f"{name} shape", list(rows.shape), [*context_len.shape, k.shape[2]])
@@ -151,7 +128,7 @@ def _attend(
     if spec.debugging() if debug is None else debug:
         spec.check_table(block_table, context_len, k.shape[0], k.shape[1])
     pools: tuple[Any, Any] = (k, v)
-    if newest is not None and chosen.name not in ON_HOPPER:
+    if newest is not None and chosen.name != "mosaic_gpu":
         k, v = (
             reference.write_newest(pool, block_table, context_len, rows)
             for pool, rows in zip(pools, newest, strict=True)
@@ -160,7 +137,7 @@ def _attend(
     metric = metric if return_metric else None
     arguments: tuple[Any, ...] = (q, k, v, block_table, context_len)
     statistic = {"metric": metric, "power": power, "observed": observed, "exact": exact}
-    if chosen.name in ON_HOPPER:
+    if chosen.name == "mosaic_gpu":
         from kvjax.kernels.paged_attention import mosaic_gpu
 
         options = {"c": chosen.config, "work": work, **statistic}
@@ -250,14 +227,6 @@ def _choose(
         return {"scale": scale, "pieces_at_once": pieces}
 
     candidates = {"mosaic_gpu": mosaic_gpu, "tpu": tpu, "numba": numba, "xla": xla}
-    if implementation in VARIANTS:
-
-        def variant(where: Device):
-            if implementation == INTERLEAVED and shape.forms != (None, None):
-                raise NotImplementedError("codes in one pool")
-            return dataclasses.replace(mosaic_gpu(where), **VARIANTS[implementation])
-
-        candidates = {implementation: variant, **candidates}
     return choose(implementation, candidates, argument)
 
 
@@ -299,7 +268,7 @@ def plan_paged_attention(
         half_of(k) is not None,
     )
     chosen = _choose(shape, k, None, return_metric, implementation)
-    if chosen.name not in ON_HOPPER:
+    if chosen.name != "mosaic_gpu":
         return None
     from kvjax.kernels.paged_attention import mosaic_gpu
 

@@ -97,7 +97,7 @@ def attend(
     spans,  # [P, 8] i32
     table,  # [rows, M] i32
     q,  # [rows, parts, R or more, d]
-    k,  # [N, b, d], or one of both, see `Config.interleaved`
+    k,  # [N, b, d]
     v,  # [N, b, d]
     k_scale,  # [N, b] bf16, or None
     v_scale,  # [N, b] bf16, or None
@@ -137,24 +137,16 @@ def attend(
     def newest_row(slot, n):
         return newest_s.at[slot, pl.ds(n, 1), pl.ds(0, c.head_dim)]
 
-    def entries(t, head, warp):
-        """A warp's entries of the block table for a tile, or its head's last one beyond it."""
-        last = lax.div(head.length - 1, c.block_size)
-        first = t * c.pages + warp
-        mine = range(0, c.pages, WARPS)
-        return tuple(table[head.row, jnp.minimum(first + j, last)] for j in mine)
-
-    def copy_page(row, length, t, slot, j, ahead):
+    def copy_page(row, length, t, slot, j):
         page_index = t * c.pages + j
         token = page_index * c.block_size
         inside = pl.ds(j * c.block_size, c.block_size)
 
         @pl.when(token < length)
         def _copy():
-            page = ahead[j // WARPS] if c.prefetch_table else table[row, page_index]
-            of_keys, of_values = c.rows_of(page)
-            plgpu.copy_gmem_to_smem(k.at[of_keys], k_s.at[slot, inside], k_full.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[of_values], v_s.at[slot, inside], v_full.at[slot])
+            page = table[row, page_index]
+            plgpu.copy_gmem_to_smem(k.at[page], k_s.at[slot, inside], k_full.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[page], v_s.at[slot, inside], v_full.at[slot])
             if scales_s is not None:
                 codes.copy_scales(page, slot, j, k_scale, v_scale, scales_s, k_full.at[slot])
 
@@ -165,20 +157,17 @@ def attend(
                 plgpu.barrier_arrive(k_full.at[slot])
             plgpu.barrier_arrive(v_full.at[slot])
 
-    def copy_tile(t, carry, *, head, warp):
-        step, ahead = carry
+    def copy_tile(t, step, *, head, warp):
         slot = lax.rem(step, c.stages)
-        # Before anything is waited for.
-        following = entries(t + 1, head, warp) if c.prefetch_table else ()
 
         @pl.when(step >= c.stages)
         def _wait():
             plgpu.barrier_wait(free.at[slot])
 
         for j in range(c.pages):
-            copy = functools.partial(copy_page, head.row, head.length, t, slot, j, ahead)
+            copy = functools.partial(copy_page, head.row, head.length, t, slot, j)
             pl.when(warp == j % WARPS)(copy)
-        return step + 1, following
+        return step + 1
 
     def copy_head(i, step, *, warp):
         head = Head.read(heads, span.first + i, span, TILE)
@@ -200,10 +189,8 @@ def attend(
             if begun_s is not None:
                 plgpu.copy_gmem_to_smem(begun.at[head.row], begun_s.at[slot], q_full.at[slot])
 
-        ahead = entries(head.begin, head, warp) if c.prefetch_table else ()
         copy = functools.partial(copy_tile, head=head, warp=warp)
-        step, _ = lax.fori_loop(head.begin, head.end, copy, (step, ahead))
-        return step
+        return lax.fori_loop(head.begin, head.end, copy, step)
 
     def copy_all(warp):
         copy = functools.partial(copy_head, warp=warp)

@@ -45,15 +45,6 @@ class Config:
     """How codes of keys and of values are read, where pools hold codes instead of rows."""
     newest_at: int | None = None
     """Where newest keys and values stand among rows that are given, if the kernel appends them."""
-    prefetch_table: bool = False
-    """Whether a warp loads its entries of the block table a tile before it copies their pages."""
-    interleaved: bool = False
-    """Whether keys and values are one pool, [2 N, b, d]: keys of block n lie in row 2 n, its values
-    in the row behind."""
-
-    def rows_of(self, page):
-        """Where keys and values of a block lie in their pools."""
-        return (2 * page, 2 * page + 1) if self.interleaved else (page, page)
 
     @property
     def pages(self) -> int:
