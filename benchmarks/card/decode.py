@@ -17,13 +17,15 @@ from benchmarks.kernels.cases import Case, decode_cases, dense_cache
 from kvjax.cache import allocate, as_codec, get_method, init_cache
 from kvjax.cache.store import KVWindow
 from kvjax.cli.throughput.limits import loop_seconds, median_seconds
-from kvjax.engine.decode import decode, init_slots
+from kvjax.engine.decode import decode, decode_once, init_slots
+from kvjax.engine.sampling import DRAWN
 from kvjax.models import stacks_layers
 from kvjax.models.config import ModelConfig, get_model_entry
 from kvjax.models.decoder import abstract_params, init_params
 
 STEPS = 8
-"""Tokens of a loop without the host, as the engine's."""
+"""Tokens that the host does not wait for, as the engine's: of a loop, or of single steps that are
+dispatched one after the other, which is what GPUs run."""
 LOOPS = 5
 HELD = 1024
 """KVs of each head before the first step."""
@@ -188,12 +190,18 @@ def step_part(
         params = abstract_params(step.model, step.dtype, stacks_layers(platform))
         with machine.device_of_calls():
             cache, state = jax.eval_shape(lambda: (step.cache(), step.state()))
-        numbers = jax.ShapeDtypeStruct((seqs,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        slots = jax.ShapeDtypeStruct((seqs,), jnp.int32)
         eos = jax.ShapeDtypeStruct((1,), jnp.int32)
-        loop = functools.partial(decode, step.model, get_method(method).decode, STEPS, None)
+        rule = get_method(method).decode
+        if platform == "gpu":
+            run = functools.partial(decode_once, step.model, rule, STEPS, None, DRAWN)
+            limit = ()
+        else:
+            run = functools.partial(decode, step.model, rule, STEPS, None)
+            limit = (jax.ShapeDtypeStruct((), jnp.int32),)
         return {
             "fill": Program(step.cache, ()),
-            "loop": Program(loop, (params, cache, state, *numbers, eos), (1, 2), platform),
+            "steps": Program(run, (params, cache, state, slots, *limit, eos), (1, 2), platform),
         }
 
     def run(machine: Machine, compiled: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +213,9 @@ def step_part(
             stacked = stacks_layers(jax.default_backend())
             params = machine.kept[step.model] = init_params(step.model, step.dtype, stacked=stacked)
         cache, state = compiled["fill"](), step.state()
-        slots, limit = jnp.arange(seqs, dtype=jnp.int32), jnp.int32(STEPS)
+        slots, eos = jnp.arange(seqs, dtype=jnp.int32), jnp.full(1, -1, jnp.int32)
+        once = jax.default_backend() == "gpu"
+        limit = () if once else (jnp.int32(STEPS),)
         carry = (cache, state)
         kv_bytes = cache.spec.kv_bytes
         del cache, state
@@ -213,12 +223,12 @@ def step_part(
         def loop() -> Any:
             nonlocal carry
             cache, state = carry
-            carry = ()
-            cache, state, report = compiled["loop"](
-                params, cache, state, slots, limit, jnp.full(1, -1, jnp.int32)
-            )
+            carry, reports = (), []
+            for _ in range(STEPS if once else 1):
+                cache, state, report = compiled["steps"](params, cache, state, slots, *limit, eos)
+                reports.append((report.ok, report.tokens))
             carry = (cache, state)
-            return report.ok, report.tokens
+            return reports
 
         seconds = median_seconds(loop) / STEPS
         moved = step.moved(params, kv_bytes)

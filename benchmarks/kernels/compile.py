@@ -227,14 +227,15 @@ def decode_steps(
     model: str | None = None,
     head_dim: int | None = None,
 ) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """The engine's decode loop, for a model by its name, as it is or with another head dimension:
+    """The engine's decode steps, for a model by its name, as it is or with another head dimension:
     sequences of up to 1024 KVs per head, in a pool (of a codec, by its name) that holds them all or
-    has a given size."""
+    has a given size. On GPUs single ones whose tokens are drawn, on TPUs a loop."""
     import jax
     import jax.numpy as jnp
 
     from kvjax.cache import as_codec, get_method, init_cache
-    from kvjax.engine.decode import decode, init_slots
+    from kvjax.engine.decode import decode, decode_once, init_slots
+    from kvjax.engine.sampling import DRAWN
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
     from kvjax.models.decoder import abstract_params
@@ -260,12 +261,17 @@ def decode_steps(
             codec=as_codec(stored, jnp.bfloat16),
         )
         zeros = jnp.zeros(slots, jnp.int32)
-        return cache, init_slots(slots), zeros, zeros[0], zeros[:1]
+        limit = () if target == "h200" else (zeros[0],)
+        return cache, init_slots(slots), zeros, *limit, zeros[:1]
 
     params = abstract_params(
         config, jnp.bfloat16, stacks_layers("gpu" if target == "h200" else "tpu")
     )
-    call = functools.partial(decode, config, get_method(method).decode, 8, None)
+    rule = get_method(method).decode
+    if target == "h200":
+        call = functools.partial(decode_once, config, rule, 8, None, DRAWN)
+    else:
+        call = functools.partial(decode, config, rule, 8, None)
     with in_its_place(absent_device(target)):
         cache_and_slots = jax.eval_shape(arguments)
     return call, (params, *cache_and_slots), (1, 2)

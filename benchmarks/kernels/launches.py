@@ -1,16 +1,17 @@
 """Count what a decode step launches on a GPU, per layer and per token, from the compiled program.
 
 Why: kernels of a decode step take a few microseconds each, and starting one takes about as long.
-The engine's decode loop is compiled for an H200 that is not there, with two layers and with three:
-what the third one adds is what a layer launches, and the rest is what a token does beside them.
+The engine's decode step is compiled for an H200 that is not there, with four layers and with five:
+what the fifth one adds is what a layer launches, and the rest is what a token does beside them.
 
     pip install -e '.[cuda]'           # in an environment of its own: 4 GB
     python -m benchmarks.kernels.launches                # Llama-3.1-8B, with and without statistic
     python -m benchmarks.kernels.launches --seqs 256 --names
     python -m benchmarks.kernels.launches --kv-dtype int4w16
 
-Kernels, copies and fills count. Of a conditional the branch that launches most counts, and the
-conditional itself apart: each makes the host wait for the device. The last line is one JSON object.
+Kernels, copies and fills count. Of a conditional the branch that launches most counts, of a loop
+one turn, and both themselves apart: each makes the host wait for the device. The last line is one
+JSON object.
 """
 
 from kvjax.startup import guard
@@ -23,7 +24,6 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator
 
 from benchmarks.kernels.compile import (
     NOT_TO_RUN,
@@ -36,7 +36,8 @@ from kvjax import startup
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, run_script
 
-LAYERS = (2, 3)
+LAYERS = (4, 5)
+"""Of fewer, what stands beside them is fused in other ways."""
 METHODS = {"off": "full", "on": "kv-compress-continual"}
 """Of each state of the statistic."""
 FREE = (
@@ -53,19 +54,20 @@ class Launches:
     """What one run of a computation launches, by name without its number."""
 
     kernels: collections.Counter
-    conditionals: int = 0
+    waits: int = 0
+    """Conditionals, and turns of loops."""
 
     @property
     def count(self) -> int:
         return sum(self.kernels.values())
 
     def __add__(self, other: "Launches") -> "Launches":
-        return Launches(self.kernels + other.kernels, self.conditionals + other.conditionals)
+        return Launches(self.kernels + other.kernels, self.waits + other.waits)
 
     def __sub__(self, other: "Launches") -> "Launches":
         kernels = self.kernels.copy()
         kernels.subtract(other.kernels)
-        return Launches(kernels, self.conditionals - other.conditionals)
+        return Launches(kernels, self.waits - other.waits)
 
 
 NONE = Launches(collections.Counter())
@@ -86,8 +88,8 @@ def computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def loop_launches(text: str) -> Launches:
-    """What a turn of the entry's loop launches: the longest, where it has several."""
+def program_launches(text: str) -> Launches:
+    """What a program launches."""
     of = computations(text)
 
     def called(line: str) -> dict[str, str]:
@@ -110,24 +112,17 @@ def loop_launches(text: str) -> Launches:
         name, kind = re.sub(r"[.\d]+$", "", match[1]), match[2]
         if kind == "while":
             inner = called(line)
-            return launches(inner["body"]) + launches(inner["condition"])
+            turn = launches(inner["body"]) + launches(inner["condition"])
+            return Launches(turn.kernels, turn.waits + 1)
         if kind == "conditional":
             most = max(map(launches, branches(line)), key=lambda x: x.count)
-            return Launches(most.kernels, most.conditionals + 1)
+            return Launches(most.kernels, most.waits + 1)
         if kind in ("call", "async-start"):
             inner = called(line)
             return launches(inner.get("to_apply") or inner["calls"])
         return Launches(collections.Counter({name: 1}))
 
-    def loops(name: str) -> Iterator[Launches]:
-        for line in of[name]:
-            match = INSTRUCTION.match(line)
-            if match and match[2] == "while":
-                yield of_line(line)
-            elif match and match[2] == "call":
-                yield from loops(called(line)["to_apply"])
-
-    return max(loops("ENTRY"), key=lambda x: x.count, default=NONE)
+    return launches("ENTRY")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -145,12 +140,12 @@ def main(arguments: list[str] | None = None) -> int:
     from kvjax.engine.compilation import compiler_options
 
     device, rows = absent_device("h200"), {}
-    print("| statistic | launches per layer | per token beside them | conditionals per token |")
+    print("| statistic | launches per layer | per token beside them | waits per token |")
     print("|---|---|---|---|")
     sizes = {"slots": options.seqs, "stored": options.kv_dtype}
     for statistic in options.statistic or METHODS:
         few, many = (
-            loop_launches(
+            program_launches(
                 compiled(
                     *decode_steps("h200", METHODS[statistic], layers, **sizes),
                     device,
@@ -163,9 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
         added = LAYERS[1] - LAYERS[0]
         layer = (many.count - few.count) / added
         token = few.count - LAYERS[0] * layer
-        print(f"| {statistic} | {layer:g} | {token:g} | {few.conditionals} |", flush=True)
+        print(f"| {statistic} | {layer:g} | {token:g} | {few.waits} |", flush=True)
         rows[statistic] = {
-            "per_layer": layer, "per_token": token, "conditionals": few.conditionals
+            "per_layer": layer, "per_token": token, "waits": few.waits
         }  # fmt: skip
         if options.names:
             each = (many - few).kernels

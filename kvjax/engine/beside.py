@@ -184,7 +184,7 @@ class Beside:
         count, top = len(decode.requests), num_top(decode.requests)
         key = worker.decode_key(count, rule, top, exact=True)
         slots = [worker.config.num_rows] * count
-        if decode.steps == 1 and worker.decodes_once:
+        if worker.decodes_once:
             most = effort([request.sampling for request in decode.requests])
             once = worker.once_key(count, rule, top, most, exact=True)
             if once not in self._compiled.seconds:

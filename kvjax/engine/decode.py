@@ -7,11 +7,12 @@ the number of slots.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -97,6 +98,18 @@ class DecodeReport:
     ok: Bool[Array, ""]
     """False where the loop ended early because blocks ran out."""
     log_probs: LogProbs | None
+
+
+def joined(reports: Sequence[DecodeReport]) -> DecodeReport:
+    """What is told of steps that ran one after the other, on the host."""
+    last = reports[-1]
+    told = [report.log_probs for report in reports]
+    return dataclasses.replace(
+        last,
+        tokens=np.concatenate([report.tokens for report in reports]),
+        ok=all(report.ok for report in reports),
+        log_probs=None if told[0] is None else jax.tree.map(lambda *x: np.concatenate(x), *told),
+    )
 
 
 def decode_step(

@@ -31,7 +31,7 @@ from kvjax.engine.decisions import (
     Remove,
     Retain,
 )
-from kvjax.engine.decode import DecodeReport
+from kvjax.engine.decode import DecodeReport, joined
 from kvjax.engine.insert import InsertReport
 from kvjax.engine.intake import Intake, Owner
 from kvjax.engine.job import PromptJob
@@ -73,7 +73,7 @@ class Engine:
         self.outbox = Outbox(self.intake, self.metrics, clock)
         self._starts: list[tuple[PromptJob, InsertReport]] = []
         """Prompts that were put into their slots, and what the device will say of it."""
-        self._loops: list[tuple[Decode, DecodeReport]] = []
+        self._loops: list[tuple[Decode, list[DecodeReport]]] = []
         """Decode steps that were dispatched, likewise."""
         self._chunk: jax.Array | None = None
         """What the last chunk of a prompt gives that was dispatched before those decode steps."""
@@ -366,13 +366,15 @@ class Engine:
             report = wait(self.worker.insert(job, request.slot, num_top([request])))
         self._starts.append((job, report))
 
-    def _decode(self, decode: Decode) -> list[tuple[Decode, DecodeReport]]:
+    def _decode(self, decode: Decode) -> list[tuple[Decode, list[DecodeReport]]]:
         """Decode some requests together; one by one where that raises, to see whose fault it is."""
         requests = decode.requests
+        # Single steps are all dispatched before anybody knows that nothing is left to do.
+        most = max(1, *(r.remaining for r in requests))
         try:
-            report = self.worker.decode(
+            reports = self.worker.decode(
                 [r.slot for r in requests if r.slot is not None],
-                decode.steps,
+                min(decode.steps, most),
                 cast(DecodeRule | None, decode.rule),
                 num_top(requests),
                 effort([r.sampling for r in requests]),
@@ -385,7 +387,7 @@ class Engine:
             log.warning("a decode step of %d requests failed; each runs alone now", len(requests))
             ones = [Decode((request,), decode.steps, decode.rule) for request in requests]
             return [loop for one in ones for loop in self._decode(one)]
-        return [(decode, report)]
+        return [(decode, reports)]
 
     def _compress(
         self,
@@ -460,7 +462,8 @@ class Engine:
                 jax.block_until_ready(chunk)
         refused = self._collect_starts(starts) if starts else []
         with self._phase("decode"):
-            reports = self.worker.on_host([report for _, report in loops])
+            told = self.worker.on_host([reports for _, reports in loops])
+        reports = [joined(steps) for steps in told]
         self.scheduler.accounts.free[:] = reports[-1].free
         # Before those that ended leave, and before anything is compressed.
         self.metrics.note_free(self.scheduler.accounts.num_free)

@@ -91,7 +91,7 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
     def others(one: Request) -> None:
         worker.compiled.compile([need.call() for need in needs_of(worker, one)])
 
-    # Single decode steps, and the first token's choice, are others where tokens are drawn.
+    # Decode steps without a loop, and the first token's choice, are others where tokens are drawn.
     drawn = ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})
     samplings = [dataclasses.replace(request.sampling, **more) for more in drawn]
     samplings *= worker.decodes_once
@@ -99,10 +99,11 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
     yield prompt
     for group in worker.decode_sizes:
         slots = [outside] * group
-        yield functools.partial(worker.decode, slots, 0, request.method.decode, top)
         for sampling in samplings:
             most = effort([sampling])
             yield functools.partial(worker.decode, slots, 1, request.method.decode, top, most)
+        if not samplings:
+            yield functools.partial(worker.decode, slots, 0, request.method.decode, top)
     if request.budget is not None:
         method, most = request.method, request.compression.max_kvs_per_step
         for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):

@@ -93,8 +93,8 @@ class Worker:
         self.cache, self.state = self._new_cache(), self._new_state()
         slots, width = config.max_batch, self.cache.max_blocks
         self.decodes_once = jax.default_backend() == "gpu"
-        """Whether a single decode step is compiled without a loop, at whose turns and branches the
-        host of a GPU waits for it."""
+        """Whether decode steps are compiled one by one, without a loop, at whose turns and branches
+        the host of a GPU waits for it."""
         if jax.default_backend() == "cpu":
             self.decode_sizes = sizes_upto(slots, 1, 2)
             # Compressions are rare: fewer sizes, so that fewer are compiled.
@@ -390,18 +390,28 @@ class Worker:
         rule: DecodeRule | None,
         num_top: int | None,
         most: int = FILTERED,
-    ) -> DecodeReport:
+    ) -> list[DecodeReport]:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding.
-        `most`: what choosing a token takes of them (`effort`)."""
-        once = limit == 1 and self.decodes_once
+        `most`: what choosing a token takes of them (`effort`). Returns what will be told of them,
+        of all steps at once or of one after the other."""
+        once = limit > 0 and self.decodes_once
         if once and self.compiled.flexible:
             once = self.once_key(len(slots), rule, num_top, most) in self.compiled.seconds
-        if once:
-            call = self.once_call(slots, rule, num_top, most)
-        else:
-            call = self.decode_call(slots, limit, rule, num_top)
-        self.cache, self.state, report = self.compiled.run(call)
-        return report
+        reports = []
+        for _ in range(limit if once else 1):
+            if once:
+                call = self.once_call(slots, rule, num_top, most)
+            else:
+                call = self.decode_call(slots, limit, rule, num_top)
+            try:
+                self.cache, self.state, report = self.compiled.run(call)
+            except Exception:
+                if not reports:
+                    raise
+                # Steps before it count; whoever comes next is told.
+                break
+            reports.append(report)
+        return reports
 
     def once_key(
         self, count: int, rule: Hashable, num_top: int | None, most: int, exact: bool = False

@@ -29,7 +29,7 @@ def large_step(memory: int) -> tuple[Part, Machine]:
 def test_the_large_pool_is_what_the_card_has_room_for(memory: int, pool: float) -> None:
     """Beside 16 GB of weights and 6 for all else; an H200 is asked what it always was."""
     one, machine = large_step(memory)
-    cache = one.programs(machine)["loop"].arguments[1]
+    cache = one.programs(machine)["steps"].arguments[1]
     held = (cache.kv.stored_k, cache.kv.stored_v)
     assert sum(x.size * x.dtype.itemsize for x in held) == pytest.approx(pool, rel=0.03)
 

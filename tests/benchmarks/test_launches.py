@@ -1,6 +1,6 @@
 """`python -m benchmarks.kernels.launches`: a small program whose launches are known."""
 
-from benchmarks.kernels.launches import loop_launches
+from benchmarks.kernels.launches import program_launches
 
 PROGRAM = """\
 HloModule jit_decode, is_scheduled=true
@@ -62,19 +62,20 @@ ENTRY %main (s: s32[], x.1: f32[4]) -> (s32[], f32[4]) {
 """
 
 
-def test_what_a_turn_of_the_loop_launches():
-    """What is before the loop does not count, of the branches one does, and a copy once."""
-    found = loop_launches(PROGRAM)
+def test_what_a_program_launches():
+    """Of a loop one turn, of the branches one, and a copy once."""
+    found = program_launches(PROGRAM)
     assert dict(found.kernels) == {
-        "gemm": 1, "fusion": 2, "copy-start": 1, "sort": 1, "wrapped_compare": 1
+        "gemm": 1, "fusion": 2, "copy-start": 1, "sort": 1, "wrapped_compare": 1,
+        "wrapped_broadcast": 1,
     }  # fmt: skip
-    assert found.conditionals == 1
+    assert found.waits == 2
 
 
 def test_two_layers_more():
-    few = loop_launches(PROGRAM)
+    few = program_launches(PROGRAM)
     lines = PROGRAM.splitlines()
     gemm = next(line for line in lines if "%gemm.2" in line)
     more = PROGRAM.replace(gemm, "\n".join([gemm, gemm.replace("gemm.2", "gemm.3")]))
-    assert (loop_launches(more) - few).kernels["gemm"] == 1
-    assert loop_launches(more).count == few.count + 1
+    assert (program_launches(more) - few).kernels["gemm"] == 1
+    assert program_launches(more).count == few.count + 1

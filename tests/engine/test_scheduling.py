@@ -109,8 +109,7 @@ def test_a_chunk_is_dispatched_before_decode_steps_report(tiny_params, monkeypat
 )
 @pytest.mark.parametrize("rule", [FULL, SMALL])
 def test_single_steps_do_what_a_loop_does(tiny_params, sampling, rule):
-    """While a prompt comes in, on GPUs: in another compiled step, which knows how tokens are
-    chosen."""
+    """On GPUs: in another compiled step, which knows how tokens are chosen."""
     prompts = prompts_of(20, 120, 33)
     params = [greedy(12, **sampling), greedy(9), greedy(1, **sampling)]
 
@@ -127,6 +126,41 @@ def test_single_steps_do_what_a_loop_does(tiny_params, sampling, rule):
     assert alone_[0] == in_loops[0]
     for one, other in zip(alone_[1:], in_loops[1:], strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_steps_before_one_that_fails_count(tiny_params, monkeypatch):
+    """The device has run them: nothing that follows would fit without."""
+    (prompt,) = prompts_of(20)
+    llm = make_llm(tiny_params, FULL)
+    llm.worker.decodes_once = True
+    run, calls = llm.worker.compiled.run, []
+
+    def fails_at_times(call):
+        if call.key.step == "decode once":
+            calls.append(call)
+            if len(calls) == 3:
+                raise RuntimeError("not now")
+        return run(call)
+
+    monkeypatch.setattr(llm.worker.compiled, "run", fails_at_times)
+    outputs = llm.generate([prompt], greedy(12))
+    assert tokens_of(outputs) == alone(tiny_params, [prompt], greedy(12))
+    assert_empty(llm)
+
+
+def test_no_more_single_steps_than_tokens_are_left(tiny_params, monkeypatch):
+    """They are dispatched before anybody knows that a sequence has ended."""
+    llm = make_llm(tiny_params, FULL)
+    llm.worker.decodes_once = True
+    decode, limits = llm.worker.decode, []
+
+    def noted_limit(slots, limit, *rest):
+        limits.append(limit)
+        return decode(slots, limit, *rest)
+
+    monkeypatch.setattr(llm.worker, "decode", noted_limit)
+    llm.generate(prompts_of(20, 24), [greedy(4), greedy(3)])
+    assert limits[-1] <= 3
 
 
 @pytest.mark.parametrize("rule", [FULL, SMALL])
