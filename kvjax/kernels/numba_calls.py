@@ -129,13 +129,19 @@ def times_power_of_two(typing, x, exponent):
     return types.float32(types.float32, types.int32), build
 
 
+_COMPILED: list[Any] = []
+"""Programs know addresses alone, and call them as long as the process lives."""
+
+
 def compiled(function: Any, kind: Any) -> Any:
     """A function that C may call, of a signature, compiled; on disk, too, where Numba finds a
     folder for it."""
     try:
-        return numba.cfunc(kind, cache=True)(function)
+        found = numba.cfunc(kind, cache=True)(function)
     except RuntimeError:
-        return numba.cfunc(kind)(function)
+        found = numba.cfunc(kind)(function)
+    _COMPILED.append(found)
+    return found
 
 
 def register(name: str, function: Any) -> None:
