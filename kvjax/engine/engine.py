@@ -75,6 +75,8 @@ class Engine:
         """Prompts that were put into their slots, and what the device will say of it."""
         self._loops: list[tuple[Decode, list[DecodeReport]]] = []
         """Decode steps that were dispatched, likewise."""
+        self._held: list[tuple[Decode, list[DecodeReport]]] = []
+        """The last of those before, which runs while the next ones are decided."""
         self._chunk: jax.Array | None = None
         """What the last chunk of a prompt gives that was dispatched before those decode steps."""
         self._heads = worker.model.num_layers * worker.model.num_kv_heads
@@ -157,11 +159,14 @@ class Engine:
         """One round: schedule, run, emit; then take in what the device reports."""
         with self.metrics.round(self.clock):
             self._take_in()
+            if not self.scheduler.only_decodes:
+                self._collect_held()
             with self._compiling():
                 self._run(self.scheduler.round())
                 chunk, self._chunk = self._chunk, None
                 if self.runs_ahead:
                     self._run(self.scheduler.ahead())
+            self._collect_held()
             self._emit()
             self._collect(chunk)
             self.metrics.observe(self.scheduler, self.worker)
@@ -171,13 +176,14 @@ class Engine:
 
         Returns the blocks that it gave back.
         """
+        self._collect_held()
         before = self.scheduler.accounts.num_free
         self._compress([request], blocks)
         return self.scheduler.accounts.num_free - before
 
     def begin_again(self) -> None:
         """Forget what runs on the device: all requests wait, with the tokens that they have."""
-        self._starts, self._loops, self._chunk = [], [], None
+        self._starts, self._loops, self._held, self._chunk = [], [], [], None
         waiting = []
         for request, text in self.intake.take_all():
             if request.sampling.logprobs is not None:
@@ -461,9 +467,9 @@ class Engine:
             with self._phase("prefill"):
                 jax.block_until_ready(chunk)
         refused = self._collect_starts(starts) if starts else []
-        with self._phase("decode"):
-            told = self.worker.on_host([reports for _, reports in loops])
-        reports = [joined(steps) for steps in told]
+        if not starts:
+            loops, self._held = self._held_back(loops)
+        reports = self._reports(loops)
         self.scheduler.accounts.free[:] = reports[-1].free
         # Before those that ended leave, and before anything is compressed.
         self.metrics.note_free(self.scheduler.accounts.num_free)
@@ -473,7 +479,33 @@ class Engine:
         for (decode, _), report in zip(loops, reports, strict=True):
             progress |= self._note_loop(decode.requests, report)
         short = [decode for (decode, _), report in zip(loops, reports) if not report.ok]
+        if short:
+            self._collect_held()
         self._run(self.scheduler.settle(short, progress))
+
+    def _reports(self, loops: Sequence[tuple[Decode, list[DecodeReport]]]) -> list[DecodeReport]:
+        """What the device says of decode steps (waits for it)."""
+        with self._phase("decode"):
+            told = self.worker.on_host([reports for _, reports in loops])
+        return [joined(steps) for steps in told]
+
+    def _held_back(self, loops: list[tuple[Decode, list[DecodeReport]]]) -> tuple[list, list]:
+        """Decode steps without the last one, and that one, where the device would have nothing to
+        do while this round's reports are taken in and the next round is decided."""
+        (decode, reports), *others = loops
+        last = all(r.remaining <= len(reports) for r in decode.requests)
+        # Of a single sequence one report is worth as much as all steps behind it.
+        if others or last or min(len(reports), len(decode.requests)) < 2:
+            return loops, []
+        if not (self.runs_ahead and self.scheduler.only_decodes) or self.agreement is not None:
+            return loops, []
+        return [(decode, reports[:-1])], [(decode, reports[-1:])]
+
+    def _collect_held(self) -> None:
+        """Take in what the device says of the step that was held back, if any was."""
+        loops, self._held = self._held, []
+        for (decode, _), report in zip(loops, self._reports(loops), strict=True):
+            self._note_loop(decode.requests, report)
 
     def _collect_starts(
         self, starts: Sequence[tuple[PromptJob, InsertReport]]

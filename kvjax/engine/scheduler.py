@@ -107,6 +107,12 @@ class Scheduler:
             yield self.prefilling
         yield from self.running
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether rounds decode and nothing else: then they may be decided a step behind."""
+        quiet = not self.waiting and self.prefilling is None
+        return quiet and all(r.compression.compress_every is None for r in self.running)
+
     # What comes, and what is known of it
 
     def add(self, request: Request) -> None:

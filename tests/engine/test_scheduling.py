@@ -163,6 +163,99 @@ def test_no_more_single_steps_than_tokens_are_left(tiny_params, monkeypatch):
     assert limits[-1] <= 3
 
 
+def gpu_like(llm) -> None:
+    """What it does on GPUs."""
+    llm.worker.decodes_once = llm.engine.runs_ahead = True
+
+
+def test_the_next_steps_are_dispatched_before_the_last_one_has_reported(tiny_params, monkeypatch):
+    """The device has work while the host takes in what it said of the others."""
+    prompts = prompts_of(20, 24)
+    llm = make_llm(tiny_params, FULL)
+    gpu_like(llm)
+    decode, reports_of, log = llm.worker.decode, llm.engine._reports, []
+
+    def noted_decode(slots, limit, *rest):
+        log.append(f"{limit} steps")
+        return decode(slots, limit, *rest)
+
+    def noted_reports(loops):
+        log.extend(f"{len(reports)} reports" for _, reports in loops)
+        return reports_of(loops)
+
+    monkeypatch.setattr(llm.worker, "decode", noted_decode)
+    monkeypatch.setattr(llm.engine, "_reports", noted_reports)
+    outputs = llm.generate(prompts, greedy(24))
+    assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(24))
+    assert "4 steps, 3 reports, 4 steps, 1 reports, 3 reports" in ", ".join(log)
+    # Nothing follows the last ones.
+    assert log[-3:] == ["4 steps", "1 reports", "4 reports"]
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("rule", [FULL, SMALL])
+def test_others_may_come_and_go_while_a_step_is_held_back(tiny_params, rule, monkeypatch):
+    prompts = prompts_of(20, 24, 40)
+    llm = make_llm(tiny_params, rule)
+    gpu_like(llm)
+    names = [llm.add_request(prompt, greedy(24)) for prompt in prompts[:2]]
+    while not llm.engine._held:
+        llm.step()
+    begin, begun = llm.worker.begin, []
+
+    def noted_begin(request):
+        begun.append(bool(llm.engine._held))
+        return begin(request)
+
+    monkeypatch.setattr(llm.worker, "begin", noted_begin)
+    names.append(llm.add_request(prompts[2], greedy(12)))
+    llm.step()
+    # Whether there is room depends on all that has run.
+    assert begun == [False]
+    ended = {}
+    while llm.has_unfinished():
+        for output in llm.step():
+            ended[output.request_id] = output
+        if llm.engine._held and names[0] not in ended:
+            llm.abort(names[0])
+    wanted = [
+        *alone(tiny_params, prompts[1:2], greedy(24), rule),
+        *alone(tiny_params, prompts[2:], greedy(12), rule),
+    ]
+    assert tokens_of([ended[name] for name in names[1:]]) == wanted
+    assert_empty(llm)
+
+
+def test_compressed_every_few_tokens_nothing_is_decided_a_step_behind(tiny_params, monkeypatch):
+    settings = CompressionConfig(max_cache_tokens=16, protected=8, compress_every=6)
+    llm = make_llm(tiny_params, settings)
+    gpu_like(llm)
+    held, back = [], llm.engine._held_back
+    monkeypatch.setattr(
+        llm.engine, "_held_back", lambda loops: held.append(back(loops)) or held[-1]
+    )
+    prompts = prompts_of(20, 24)
+    outputs = llm.generate(prompts, greedy(24))
+    assert held
+    assert not any(last for _, last in held)
+    assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(24), settings)
+
+
+def test_a_request_is_compressed_as_it_is_after_the_step_that_was_held_back(tiny_params):
+    prompts = prompts_of(60, 64)
+    llm = make_llm(tiny_params, LATE)
+    gpu_like(llm)
+    names = [llm.add_request(prompt, greedy(40)) for prompt in prompts]
+    while not llm.engine._held:
+        llm.step()
+    before = len(llm.scheduler.running[0].tokens)
+    assert llm.compress(names[0], HEADS * 4) > 0
+    assert len(llm.scheduler.running[0].tokens) == before + 1
+    outputs = drain(llm)
+    assert all(len(outputs[name].token_ids) == 40 for name in names)
+    assert_empty(llm)
+
+
 @pytest.mark.parametrize("rule", [FULL, SMALL])
 def test_nothing_is_compiled_after_a_warm_up(tiny_params, rule):
     """However tokens are chosen, and whatever runs while a prompt comes in, as on GPUs."""

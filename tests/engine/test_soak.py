@@ -31,9 +31,10 @@ def resident_bytes() -> int:
 
 
 def soak(params, num_requests: int, seed: int, lengths, settings, ahead: bool) -> None:
+    """With `ahead` as GPUs do it: chunks and single decode steps ahead of what was reported."""
     rng = np.random.default_rng(seed)
     llm = make_llm(params, FULL, TIGHT)
-    llm.engine.runs_ahead = ahead
+    llm.worker.decodes_once = llm.engine.runs_ahead = ahead
     ended: dict[str, str | None] = {}
     refused = failed = 0
     sizes = []

@@ -92,11 +92,12 @@ def interrupter(stop: threading.Event, seed: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def soak(params, phases: int, clients: int, requests: int) -> None:
+def soak(params, phases: int, clients: int, requests: int, ahead: bool = False) -> None:
     prompts = prompts_of(*LENGTHS)
     sampling = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
     expected = alone(params, prompts, sampling)
     llm = make_llm(params, FULL, TIGHT)
+    llm.worker.decodes_once = llm.engine.runs_ahead = ahead
     # Compiled first: what is interrupted half way is compiled anew.
     for settings in SETTINGS:
         llm.generate(prompts[::-1], SamplingParams(max_tokens=MOST_TOKENS, logprobs=1), settings)
@@ -145,8 +146,9 @@ def soak(params, phases: int, clients: int, requests: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_few_clients(tiny_params):
-    soak(tiny_params, 2, 4, 5)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_few_clients(tiny_params, ahead):
+    soak(tiny_params, 2, 4, 5, ahead)
 
 
 @pytest.mark.slow
