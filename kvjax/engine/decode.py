@@ -8,7 +8,7 @@ the number of slots.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,14 @@ class DecodeReport:
     ok: Bool[Array, ""]
     """False where the loop ended early because blocks ran out."""
     log_probs: LogProbs | None
+
+
+def needed(reports: Sequence[DecodeReport]) -> list[DecodeReport]:
+    """What `joined` reads of them: each array that the host asks for takes it a while."""
+    none: Any = None
+    *before, last = reports
+    state = dict.fromkeys(("active", "owned", "kvs", "longest", "growth", "free"), none)
+    return [*(dataclasses.replace(report, **state) for report in before), last]
 
 
 def joined(reports: Sequence[DecodeReport]) -> DecodeReport:

@@ -31,7 +31,7 @@ from kvjax.engine.decisions import (
     Remove,
     Retain,
 )
-from kvjax.engine.decode import DecodeReport, joined
+from kvjax.engine.decode import DecodeReport, joined, needed
 from kvjax.engine.insert import InsertReport
 from kvjax.engine.intake import Intake, Owner
 from kvjax.engine.job import PromptJob
@@ -486,7 +486,7 @@ class Engine:
     def _reports(self, loops: Sequence[tuple[Decode, list[DecodeReport]]]) -> list[DecodeReport]:
         """What the device says of decode steps (waits for it)."""
         with self._phase("decode"):
-            told = self.worker.on_host([reports for _, reports in loops])
+            told = self.worker.on_host([needed(reports) for _, reports in loops])
         return [joined(steps) for steps in told]
 
     def _held_back(self, loops: list[tuple[Decode, list[DecodeReport]]]) -> tuple[list, list]:
@@ -503,6 +503,8 @@ class Engine:
 
     def _collect_held(self) -> None:
         """Take in what the device says of the step that was held back, if any was."""
+        if not self._held:
+            return
         loops, self._held = self._held, []
         for (decode, _), report in zip(loops, self._reports(loops), strict=True):
             self._note_loop(decode.requests, report)
