@@ -93,8 +93,8 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
 
     # Decode steps without a loop, and the first token's choice, are others where tokens are drawn.
     drawn = ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})
-    samplings = [dataclasses.replace(request.sampling, **more) for more in drawn]
-    samplings *= worker.decodes_once
+    kinds = drawn if worker.decodes_once else ()
+    samplings = [dataclasses.replace(request.sampling, **more) for more in kinds]
 
     yield prompt
     for group in worker.decode_sizes:
