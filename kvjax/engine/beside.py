@@ -16,12 +16,13 @@ from typing import cast
 import jax
 
 from kvjax.cache.policy import DecodeRule, Method
+from kvjax.engine.calls import num_top
 from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.decisions import Decode
 from kvjax.engine.needs import Need, needs_of, of_shapes, without_state
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import effort
-from kvjax.engine.worker import Worker, num_top
+from kvjax.engine.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from typing import cast
 
 import jax
-import numpy as np
 
 from kvjax.cache.policy import DecodeRule, Method
 from kvjax.engine.agreement import Agreement, Ending
 from kvjax.engine.beside import Beside
+from kvjax.engine.calls import num_top
 from kvjax.engine.compilation import StepKey
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decisions import (
@@ -31,19 +31,20 @@ from kvjax.engine.decisions import (
     Remove,
     Retain,
 )
-from kvjax.engine.decode import DecodeReport, joined, needed
-from kvjax.engine.insert import InsertReport
+from kvjax.engine.decode import DecodeReport
 from kvjax.engine.intake import Intake, Owner
 from kvjax.engine.job import PromptJob
 from kvjax.engine.keeping import Keeper
 from kvjax.engine.metrics import EngineMetrics
 from kvjax.engine.needs import Need
 from kvjax.engine.outbox import Outbox
+from kvjax.engine.phases import Phases
+from kvjax.engine.reports import Reports
 from kvjax.engine.request import FinishReason, Request
 from kvjax.engine.sampling import effort
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.text import RequestText
-from kvjax.engine.worker import Worker, num_top
+from kvjax.engine.worker import Worker
 from kvjax.errors import in_one_line
 from kvjax.models.tokenizer import Tokenizer
 
@@ -71,15 +72,13 @@ class Engine:
         self.intake, self.owner = Intake(config.max_waiting, config.max_batch), Owner()
         self.keeper = Keeper(config, worker, self.scheduler)
         self.outbox = Outbox(self.intake, self.metrics, clock)
-        self._starts: list[tuple[PromptJob, InsertReport]] = []
-        """Prompts that were put into their slots, and what the device will say of it."""
-        self._loops: list[tuple[Decode, list[DecodeReport]]] = []
-        """Decode steps that were dispatched, likewise."""
-        self._held: list[tuple[Decode, list[DecodeReport]]] = []
-        """The last of those before, which runs while the next ones are decided."""
+        self.phase = Phases(clock, worker, self.metrics, self.intake)
+        self.reports = Reports(
+            worker, self.scheduler, self.outbox, self.metrics, self.phase,
+            eos_ids=tokenizer.eos_ids, run=self._run, end=self.end, emit=self._emit,
+        )  # fmt: skip
         self._chunk: jax.Array | None = None
         """What the last chunk of a prompt gives that was dispatched before those decode steps."""
-        self._heads = worker.model.num_layers * worker.model.num_kv_heads
         self._on_cpu = jax.default_backend() == "cpu"
         self.runs_ahead = not self._on_cpu
         """Whether a round's chunk is dispatched before the decode steps of the round before have
@@ -160,15 +159,17 @@ class Engine:
         with self.metrics.round(self.clock):
             self._take_in()
             if not self.scheduler.only_decodes:
-                self._collect_held()
+                self.reports.collect_held()
             with self._compiling():
                 self._run(self.scheduler.round())
                 chunk, self._chunk = self._chunk, None
                 if self.runs_ahead:
                     self._run(self.scheduler.ahead())
-            self._collect_held()
+            self.reports.collect_held()
             self._emit()
-            self._collect(chunk)
+            # What other processes do of a round is the same only where all of it is known.
+            lone = self.agreement is None
+            self.reports.collect(chunk, self.runs_ahead and lone and self.scheduler.only_decodes)
             self.metrics.observe(self.scheduler, self.worker)
 
     def compress(self, request: Request, blocks: int) -> int:
@@ -176,22 +177,23 @@ class Engine:
 
         Returns the blocks that it gave back.
         """
-        self._collect_held()
+        self.reports.collect_held()
         before = self.scheduler.accounts.num_free
         self._compress([request], blocks)
         return self.scheduler.accounts.num_free - before
 
     def begin_again(self) -> None:
         """Forget what runs on the device: all requests wait, with the tokens that they have."""
-        self._starts, self._loops, self._held, self._chunk = [], [], [], None
+        self.reports.forget()
+        self._chunk = None
         waiting = []
         for request, text in self.intake.take_all():
             if request.sampling.logprobs is not None:
                 del request.tokens[len(request.logprobs) :]
             text.restart()
             self.outbox.note(request)
-            if request.remaining <= 0 or self._at_eos(request):
-                self._stopped(request)
+            if request.remaining <= 0 or self.reports.at_eos(request):
+                self.reports.stopped(request)
             if request.finish_reason is None:
                 if request.slot is not None:
                     self._count_preemption(request)
@@ -240,18 +242,6 @@ class Engine:
         for request in self.outbox.emit():
             self.scheduler.end(request)
 
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Time of a phase, waiting for the device included and compilation apart."""
-        start, compiled = self.clock(), self.worker.compile_seconds
-        yield
-        seconds, compiled = self.clock() - start, self.worker.compile_seconds - compiled
-        self.metrics.spent(name, max(0.0, seconds - compiled))
-        if compiled:
-            waiting = len(self.intake.open) - 1
-            log.info("compiled for %.1f s (%s); %d other requests waited", compiled, name, waiting)
-            self.metrics.compiled(compiled, stalled=waiting > 0)
-
     # What was decided
 
     def _run(self, decisions: Iterable[Decision]) -> None:
@@ -271,11 +261,11 @@ class Engine:
                 case Compress(requests):
                     self._compress(requests)
                 case Decode():
-                    with self._phase("decode"):
+                    with self.phase("decode"):
                         for part in (
                             self.beside.decode_parts(decision) if self.beside else [decision]
                         ):
-                            self._loops += self._decode(part)
+                            self.reports.loops += self._decode(part)
                 case Preempt(request):
                     self._preempt(request)
                 case End(request, reason):
@@ -306,7 +296,7 @@ class Engine:
             self._retain(job)
             return
         phase = "probe" if job.probing else "prefill"
-        with self._phase(phase):
+        with self.phase(phase):
             self.worker.advance(job)
         self._chunk = job.logits
         if phase == "probe":
@@ -333,7 +323,7 @@ class Engine:
         request = job.request
         assert request.slot is not None
         if not job.in_pool:
-            with self._phase("compress"):
+            with self.phase("compress"):
                 fitted = bool(self.worker.place(job, request.slot))
                 held = self.worker.on_host(self.worker.cache.context_len[request.slot])
             if not fitted:
@@ -347,7 +337,7 @@ class Engine:
 
     def _settle_chunk(self, job: PromptJob, size: int) -> bool:
         """What became of a chunk in the pool. Returns whether it is there; if not it runs again."""
-        with self._phase("prefill"):
+        with self.phase("prefill"):
             held = self.worker.on_host(self.worker.cache.context_len[job.request.slot])
         free, fitted = self.worker.free_blocks(), bool(job.fits)
         # A chunk is in the pool whole before it is compressed.
@@ -363,14 +353,14 @@ class Engine:
         assert request.slot is not None
         # On CPUs a dispatch waits for its inputs anyway; this way the time has the right name.
         wait = jax.block_until_ready if self._on_cpu else lambda x: x
-        with self._phase("prefill"):
+        with self.phase("prefill"):
             wait(job.logits)
         if request.method.probed and job.prompt is not None:
-            with self._phase("probe"):
+            with self.phase("probe"):
                 wait(job.prompt.scores)
-        with self._phase("compress"):
+        with self.phase("compress"):
             report = wait(self.worker.insert(job, request.slot, num_top([request])))
-        self._starts.append((job, report))
+        self.reports.starts.append((job, report))
 
     def _decode(self, decode: Decode) -> list[tuple[Decode, list[DecodeReport]]]:
         """Decode some requests together; one by one where that raises, to see whose fault it is."""
@@ -404,7 +394,7 @@ class Engine:
         """Compress some requests to their budgets, or to so many blocks each. `queries` are the
         prompt's of the only one."""
         longest, total = self.scheduler.accounts.longest, 0
-        with self._phase("compress"):
+        with self.phase("compress"):
             for method, most, group in self._compressed_together(requests):
                 slots = [r.slot for r in group if r.slot is not None]
                 freed = self.worker.compress(
@@ -452,129 +442,3 @@ class Engine:
     def _count_preemption(self, request: Request) -> None:
         request.stats.preemptions += 1
         self.metrics.preemptions.inc()
-
-    # What the device reports
-
-    def _collect(self, chunk: jax.Array | None) -> None:
-        """Wait for the device and take in what it reports; `chunk` runs before that."""
-        # Who has ended since its prompt went to its slot has had its last output.
-        starts = [start for start in self._starts if start[0].request.finish_reason is None]
-        if not self._loops:
-            self._starts = starts
-            return
-        self._starts, (loops, self._loops) = [], (self._loops, [])
-        if chunk is not None:
-            with self._phase("prefill"):
-                jax.block_until_ready(chunk)
-        refused = self._collect_starts(starts) if starts else []
-        if not starts:
-            loops, self._held = self._held_back(loops)
-        reports = self._reports(loops)
-        self.scheduler.accounts.free[:] = reports[-1].free
-        # Before those that ended leave, and before anything is compressed.
-        self.metrics.note_free(self.scheduler.accounts.num_free)
-        for request, freed in refused:
-            self._run(self.scheduler.refuse(request, freed))
-        progress = False
-        for (decode, _), report in zip(loops, reports, strict=True):
-            progress |= self._note_loop(decode.requests, report)
-        short = [decode for (decode, _), report in zip(loops, reports) if not report.ok]
-        if short:
-            self._collect_held()
-        self._run(self.scheduler.settle(short, progress))
-
-    def _reports(self, loops: Sequence[tuple[Decode, list[DecodeReport]]]) -> list[DecodeReport]:
-        """What the device says of decode steps (waits for it)."""
-        with self._phase("decode"):
-            told = self.worker.on_host([needed(reports) for _, reports in loops])
-        return [joined(steps) for steps in told]
-
-    def _held_back(self, loops: list[tuple[Decode, list[DecodeReport]]]) -> tuple[list, list]:
-        """Decode steps without the last one, and that one, where the device would have nothing to
-        do while this round's reports are taken in and the next round is decided."""
-        (decode, reports), *others = loops
-        last = all(r.remaining <= len(reports) for r in decode.requests)
-        # Of a single sequence one report is worth as much as all steps behind it.
-        if others or last or min(len(reports), len(decode.requests)) < 2:
-            return loops, []
-        if not (self.runs_ahead and self.scheduler.only_decodes) or self.agreement is not None:
-            return loops, []
-        return [(decode, reports[:-1])], [(decode, reports[-1:])]
-
-    def _collect_held(self) -> None:
-        """Take in what the device says of the step that was held back, if any was."""
-        if not self._held:
-            return
-        loops, self._held = self._held, []
-        for (decode, _), report in zip(loops, self._reports(loops), strict=True):
-            self._note_loop(decode.requests, report)
-
-    def _collect_starts(
-        self, starts: Sequence[tuple[PromptJob, InsertReport]]
-    ) -> list[tuple[Request, int]]:
-        """First tokens are emitted while the decode steps behind them run.
-
-        Returns the requests whose prompts found no room, and the blocks that were free.
-        """
-        with self._phase("prefill"):
-            jax.block_until_ready([job.logits for job, _ in starts])
-        if probed := [job.scores for job, _ in starts if job.request.method.probed]:
-            with self._phase("probe"):
-                jax.block_until_ready(probed)
-        with self._phase("compress"):
-            reports = self.worker.on_host([started for _, started in starts])
-        now, refused = self.clock(), []
-        for (job, _), report in zip(starts, reports, strict=True):
-            if report.ok:
-                self._note_start(job.request, report, now)
-            else:
-                refused.append((job.request, int(report.freed)))
-        self._emit()
-        return refused
-
-    def _note_start(self, request: Request, started: InsertReport, now: float) -> None:
-        """A prompt is in its slot, and has its first token."""
-        stats = request.stats
-        if stats.first_token is None:
-            stats.first_token = now
-            stats.blocks_before = request.blocks_whole(len(request.prompt))
-            kept = self.worker.by_head(started.kept)
-            stats.blocks_after = int((-(-kept // request.block_size)).sum())
-            stats.kept, stats.shortfall = kept, int(started.shortfall)
-            stats.blocks_evicted_decoding = 0
-            if request.report_kept and request.slot is not None:
-                with self._phase("compress"):
-                    stats.kept_tokens = self.worker.kept_tokens(request.slot, len(request.prompt))
-        self.metrics.evicted(int(started.freed))
-        self.metrics.prefilled(request.length - stats.cached_tokens)
-        log_probs = None
-        if started.log_probs is not None:
-            log_probs = jax.tree.map(lambda x: x[None], started.log_probs)
-        if request.note_tokens(np.asarray([started.token]), log_probs, 0):
-            self.outbox.note(request)
-
-    def _note_loop(self, requests: Sequence[Request], report: DecodeReport) -> bool:
-        """What decode steps did to some requests. Returns whether any has new tokens."""
-        tokens = np.asarray(report.tokens)
-        here = [column for column, request in enumerate(requests) if request.slot is not None]
-        self.scheduler.accounts.report(
-            [requests[column].slot or 0 for column in here],
-            *(np.asarray(x)[here] for x in (report.owned, report.longest, report.growth)),
-        )
-        for column in here:
-            request = requests[column]
-            if request.finish_reason is None:
-                if request.note_tokens(tokens[:, column], report.log_probs, column):
-                    self.outbox.note(request)
-                if not report.active[column]:
-                    self._stopped(request)
-        self.metrics.decoded(tokens, np.asarray(report.kvs), self._heads)
-        return bool((tokens[:, : len(requests)] >= 0).any())
-
-    def _at_eos(self, request: Request) -> bool:
-        last = request.tokens[-1] if request.tokens else -1
-        return last in self.tokenizer.eos_ids and not request.sampling.ignore_eos
-
-    def _stopped(self, request: Request) -> None:
-        """Say why the device stopped it."""
-        self.end(request, "eos" if self._at_eos(request) else "length")

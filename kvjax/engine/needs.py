@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from kvjax.engine.calls import num_top
 from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.job import PromptJob
 from kvjax.engine.prefixes import Plan, Prefix, Prefixes
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import effort
-from kvjax.engine.worker import Worker, num_top
+from kvjax.engine.worker import Worker
 
 
 class Need(NamedTuple):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import get_method, write_prompt
+from kvjax.engine.calls import NO_BUDGET
 from kvjax.engine.decode import init_slots
 from kvjax.engine.insert import place
 from kvjax.engine.parallel import SAME
 from kvjax.engine.spread import by_heads
-from kvjax.engine.worker import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval import passes, told
 from kvjax.eval.sizes import Variant, kept_blocks

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from kvjax.cache import CacheSpec, as_codec, budget_blocks, cache_cap
-from kvjax.engine.worker import NO_BUDGET
+from kvjax.engine.calls import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval.prompt_codecs import PROMPT_CODECS, PromptCodec
 from kvjax.eval.prompt_codecs.base import ModelShape

@@ -173,7 +173,7 @@ def test_the_next_steps_are_dispatched_before_the_last_one_has_reported(tiny_par
     prompts = prompts_of(20, 24)
     llm = make_llm(tiny_params, FULL)
     gpu_like(llm)
-    decode, reports_of, log = llm.worker.decode, llm.engine._reports, []
+    decode, reports_of, log = llm.worker.decode, llm.engine.reports._told, []
 
     def noted_decode(slots, limit, *rest):
         log.append(f"{limit} steps")
@@ -184,7 +184,7 @@ def test_the_next_steps_are_dispatched_before_the_last_one_has_reported(tiny_par
         return reports_of(loops)
 
     monkeypatch.setattr(llm.worker, "decode", noted_decode)
-    monkeypatch.setattr(llm.engine, "_reports", noted_reports)
+    monkeypatch.setattr(llm.engine.reports, "_told", noted_reports)
     outputs = llm.generate(prompts, greedy(24))
     assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(24))
     assert "4 steps, 3 reports, 4 steps, 1 reports, 3 reports" in ", ".join(log)
@@ -199,12 +199,12 @@ def test_others_may_come_and_go_while_a_step_is_held_back(tiny_params, rule, mon
     llm = make_llm(tiny_params, rule)
     gpu_like(llm)
     names = [llm.add_request(prompt, greedy(24)) for prompt in prompts[:2]]
-    while not llm.engine._held:
+    while not llm.engine.reports.held:
         llm.step()
     begin, begun = llm.worker.begin, []
 
     def noted_begin(request):
-        begun.append(bool(llm.engine._held))
+        begun.append(bool(llm.engine.reports.held))
         return begin(request)
 
     monkeypatch.setattr(llm.worker, "begin", noted_begin)
@@ -216,7 +216,7 @@ def test_others_may_come_and_go_while_a_step_is_held_back(tiny_params, rule, mon
     while llm.has_unfinished():
         for output in llm.step():
             ended[output.request_id] = output
-        if llm.engine._held and names[0] not in ended:
+        if llm.engine.reports.held and names[0] not in ended:
             llm.abort(names[0])
     wanted = [
         *alone(tiny_params, prompts[1:2], greedy(24), rule),
@@ -230,14 +230,17 @@ def test_compressed_every_few_tokens_nothing_is_decided_a_step_behind(tiny_param
     settings = CompressionConfig(max_cache_tokens=16, protected=8, compress_every=6)
     llm = make_llm(tiny_params, settings)
     gpu_like(llm)
-    held, back = [], llm.engine._held_back
-    monkeypatch.setattr(
-        llm.engine, "_held_back", lambda loops: held.append(back(loops)) or held[-1]
-    )
+    collect, held = llm.engine.reports.collect, []
+
+    def noted_collect(*args):
+        collect(*args)
+        held.append(bool(llm.engine.reports.held))
+
+    monkeypatch.setattr(llm.engine.reports, "collect", noted_collect)
     prompts = prompts_of(20, 24)
     outputs = llm.generate(prompts, greedy(24))
     assert held
-    assert not any(last for _, last in held)
+    assert not any(held)
     assert tokens_of(outputs) == alone(tiny_params, prompts, greedy(24), settings)
 
 
@@ -246,7 +249,7 @@ def test_a_request_is_compressed_as_it_is_after_the_step_that_was_held_back(tiny
     llm = make_llm(tiny_params, LATE)
     gpu_like(llm)
     names = [llm.add_request(prompt, greedy(40)) for prompt in prompts]
-    while not llm.engine._held:
+    while not llm.engine.reports.held:
         llm.step()
     before = len(llm.scheduler.running[0].tokens)
     assert llm.compress(names[0], HEADS * 4) > 0
@@ -287,8 +290,8 @@ def test_a_scratch_is_let_go_before_the_next_is_made(tiny_params, monkeypatch):
     make, alive, inserted = llm.worker.scratch_maker, [], []
 
     def counted(job):
-        inserted.append(len(llm.engine._starts))
-        alive.append(sum(start.prompt is not None for start, _ in llm.engine._starts))
+        inserted.append(len(llm.engine.reports.starts))
+        alive.append(sum(start.prompt is not None for start, _ in llm.engine.reports.starts))
         return make(job)
 
     monkeypatch.setattr(llm.worker, "scratch_maker", counted)
