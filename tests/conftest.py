@@ -75,14 +75,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure() -> None:
-    """Programs are compiled in haste: compiling is most of what tests take, slow ones too.
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs are compiled in haste: compiling is most of what tests take.
 
-    LLVM changes no arithmetic, and what XLA makes of a program is the same.
+    LLVM changes no arithmetic, and what XLA makes of a program is the same. Without slow tests
+    fusions go to LLVM by XLA's older and faster way; with `-m slow` they go as users have them.
     """
-    flag = "xla_backend_optimization_level"
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}=0".strip()
+    flags = ["--xla_backend_optimization_level=0"]
+    if config.getoption("markexpr") == "not slow":
+        flags.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = " ".join(
+        [given, *(flag for flag in flags if flag.split("=")[0] not in given)]
+    ).strip()
+    # Tracing makes many objects that stay: looking for lost ones takes a tenth of its time.
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

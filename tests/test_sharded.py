@@ -28,7 +28,7 @@ def run(which: str, mark: str) -> None:
     """The tests of a file with a marker expression."""
     # Programs are small: compiling them is what takes the time.
     flags = (
-        f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0 "
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES} "
         "--xla_llvm_disable_expensive_passes=true"
     )
     environment = {**os.environ, "XLA_FLAGS": flags, "KVJAX_FAKE_DEVICES": str(DEVICES)}

@@ -98,7 +98,12 @@ def right_parts() -> dict[str, Part]:
 
 
 @pytest.mark.parametrize(
-    "name", ["right: b=64", "right: int8 int4 b=16 d=128", "attention: 8B 256 × 1024 uniform b=64"]
+    "name",
+    [
+        "right: b=64",
+        pytest.param("right: int8 int4 b=16 d=128", marks=pytest.mark.slow),
+        pytest.param("attention: 8B 256 × 1024 uniform b=64", marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_right_that_is_not_by_a_kernel_of_ours(name: str, monkeypatch) -> None:
     """Here what CPUs have is chosen, which is right, and takes its time."""

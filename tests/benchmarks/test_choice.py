@@ -78,6 +78,7 @@ def test_masks_are_what_the_engine_keeps(model, comparison, tokens):
     assert len({int(n) for n in mask.sum(-1).ravel()}) > 1
 
 
+@pytest.mark.slow
 def test_what_is_said_behind_a_mask_is_what_the_evaluation_says(model, comparison, tokens):
     artefacts = {n: jnp.asarray(x) for n, x in calibration(model, 0).arrays.items()}
     evaluator = Evaluator(model, EvaluatorConfig(num_slots=2, free_tokens=0), artefacts)

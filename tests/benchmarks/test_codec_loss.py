@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.codec_loss import next_tokens
 from kvjax.cache import as_codec, init_cache, write_prompt
@@ -48,6 +49,7 @@ def expected(model, codec, ids, window):
     return found - np.log(np.exp(found).sum(-1, keepdims=True))
 
 
+@pytest.mark.slow
 def test_the_newest_kvs_are_read_as_they_are():
     model = LoadedModel(TINY, init_params(TINY, "float32", seed=2), ByteTokenizer(), "dummy")
     ids = np.random.default_rng(1).integers(0, 256, TOKENS).astype(np.int32)

@@ -17,6 +17,7 @@ def small(monkeypatch) -> ModelConfig:
     return TINY
 
 
+@pytest.mark.slow
 def test_every_case_is_timed_by_both(small: ModelConfig) -> None:
     found = paged.measure_paged(small, 20, 1, 2, Progress())
     assert found["memory_gb_per_second"] > 0

@@ -22,6 +22,7 @@ def run(capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_part_measures_rounds_of_all_sequences_and_no_waiting(run, monkeypatch):
     """Of the second run, since the first one compiles; by a clock that stands while others
     compute."""

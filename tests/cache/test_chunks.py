@@ -28,6 +28,7 @@ from tests.cache.stand_in import (
     metrics_of,
     stand_in,  # noqa: F401
 )
+from tests.cache.test_methods import marked
 from tests.oracle.audit import audit
 from tests.oracle.chunks import METRICS, Chunk, pooled
 from tests.oracle.matched import turned
@@ -117,7 +118,15 @@ def test_the_oracle_knows_every_rule():
         assert method.scorer == base
 
 
-@pytest.mark.parametrize("name", METRICS)
+# Their scores are asked of whole prompts by default, and chunks do to them what they do to others.
+AS_OTHERS = (
+    "a2sf-f20", "ems", "key-norm", "keydiff", "kv-compress-full-l2", "kv-compress-w32-l2",
+    "kvzap-linear", "kvzap-mlp", "lazyeviction", "predicted-reads", "random", "snapkv-w32-avg5",
+    "streaming-llm", "tova", "wide-pool", "windowkv",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [marked(name, *AS_OTHERS) for name in METRICS])
 def test_a_chunk_measures_what_the_oracle_measures(held, oracle, name):
     after, scores, ok, _ = chunked(get_method(name).observer)(PARAMS, held, np.int32(CHUNK))
     assert ok

@@ -206,7 +206,7 @@ def stored_rows(cache: kv.PagedCache) -> dict[tuple[int, int, int, int], bytes]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("int8", "e4m3", "k8v4")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "k8v4"))
         for name in (*NAMES, "k8v4", "mustafar50", "affine2")
     ],
 )

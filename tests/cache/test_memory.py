@@ -70,7 +70,15 @@ def test_donated_operations_give_the_same():
     assert history(donate=True) == history(donate=False)
 
 
-@pytest.mark.parametrize("name", ["append", "begin_append", "release", "write_prompt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "append",
+        pytest.param("begin_append", marks=pytest.mark.slow),
+        pytest.param("release", marks=pytest.mark.slow),
+        "write_prompt",
+    ],
+)
 def test_temporaries_do_not_grow_with_the_pool(name):
     """What runs in every step visits no block but those that it takes, or gives back."""
     larger = MIDDLE._replace(N=4 * MIDDLE.N)

@@ -175,7 +175,13 @@ LIKE_OTHERS = (
 )
 
 
-@pytest.mark.parametrize("name", [marked(name, *LIKE_OTHERS) for name in METHODS])
+# Programs of their own that take long to compile, and run in test_methods_end_to_end.py by default.
+WITH_THE_ENGINE = (
+    *("ems", "kvmerger", "paged-h2o", "pyramidinfer", "r-kv", "scissorhands", "triattention"),
+)
+
+
+@pytest.mark.parametrize("name", [marked(name, *LIKE_OTHERS, *WITH_THE_ENGINE) for name in METHODS])
 def test_keeps_what_the_oracle_keeps(name):
     method = get_method(name)
     for seed, (kind, length, cap) in enumerate(CASES):

@@ -181,6 +181,7 @@ def test_another_model_drafts(tiny, tiny_folder, prompts, tmp_path):
     assert drafts == {"full": None, "speckv": str(tiny_folder), "kvzip": None}
 
 
+@pytest.mark.slow
 def test_prompts_stored_whole_are_compared_by_their_bytes(tiny, prompts, tmp_path):
     given = ("--prompts", prompts, "--methods", "full", "--free-tokens", 0)
     code, out, err = tiny(*given, "--kv-dtype", "int8,xkv,kcvt4")

@@ -127,6 +127,7 @@ def test_a_run_goes_on_and_may_get_further_prompts(tiny, tmp_path, monkeypatch):
     assert "paper kv-compress-1, and this run has kv-compress-2" in err
 
 
+@pytest.mark.slow
 def test_prompts_lose_their_middle_at_the_papers_length(tiny, tmp_path, monkeypatch):
     change_tables(monkeypatch, prompt=300, context=280)
     code, out, err = tiny("--paper", "pyramidkv-11", "--rows", 1)

@@ -229,6 +229,7 @@ def test_exercises_share_no_wording_with_the_evaluation():
 PRACTICE = Practice(exercises=10, tokens=256, step=0.05)
 
 
+@pytest.mark.slow
 def test_practice_gains_what_it_says_and_goes_on_where_it_was(model, fitted, tmp_path, monkeypatch):
     monkeypatch.setattr(practising, "HELD_OUT", 2)
     told = []

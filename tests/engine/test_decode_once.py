@@ -39,7 +39,7 @@ def shared_by_two(num_blocks: int) -> kv.PagedCache:
 
 @pytest.mark.parametrize(
     ("spare", "fits"),
-    [(20 * EACH, True), (0, False), (2 * EACH, False)],
+    [(20 * EACH, True), (0, False), pytest.param(2 * EACH, False, marks=pytest.mark.slow)],
     ids=["room", "none", "room for the token, none for copies of all that is held"],
 )
 def test_it_does_what_a_loop_of_one_turn_does(tiny_params, spare, fits):

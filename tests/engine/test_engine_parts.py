@@ -180,7 +180,10 @@ def test_a_window_needs_chunks_of_twice_its_length(tiny_params):
 
 
 @pytest.mark.parametrize("length", [60, 200])
-@pytest.mark.parametrize("settings", [{}, {"compress_every": 6}, {"on_prefill": False}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"compress_every": 6}, marks=pytest.mark.slow), {"on_prefill": False}],
+)
 def test_a_pool_made_for_a_request_never_runs_out(tiny_params, length, settings):
     compression = dataclasses.replace(SMALL, **settings)
     sizes = EngineConfig(max_batch=1, prefill_chunk=32, prefill_scratch=128, block_size=4)

@@ -85,7 +85,10 @@ def test_compression_comes_before_preemption(tiny_params):
     assert_empty(llm)
 
 
-@pytest.mark.parametrize("method", ["kv-compress", "h2o-decode", "pyramidkv-exact"])
+@pytest.mark.parametrize(
+    "method",
+    ["kv-compress", pytest.param("h2o-decode", marks=pytest.mark.slow), "pyramidkv-exact"],
+)
 def test_a_prompt_takes_what_its_budget_says(tiny_params, method):
     llm = make_llm(tiny_params, dataclasses.replace(SMALL, method=method))
     budget = budget_blocks(16, 3, 2, 4)
@@ -124,7 +127,9 @@ def test_a_batch_may_mix_settings(tiny_params):
     assert_empty(llm)
 
 
-@pytest.mark.parametrize("method", ["kv-compress", "h2o", "kvcrush-mean:h2o"])
+@pytest.mark.parametrize(
+    "method", ["kv-compress", "h2o", pytest.param("kvcrush-mean:h2o", marks=pytest.mark.slow)]
+)
 def test_parts_of_a_prompt_keep_what_the_whole_keeps(tiny_params, method):
     prompts = prompts_of(60, 127)
     compression = CompressionConfig(method=method, max_cache_tokens=16, protected=8)

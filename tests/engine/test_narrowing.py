@@ -200,7 +200,14 @@ def test_the_engine_holds_what_each_layer_has_and_goes_on_from_it(model, referen
     assert_empty(llm)
 
 
-@pytest.mark.parametrize("base", ["pyramidinfer", f"{NAME}:snapkv", f"{NAME}:h2o"])
+@pytest.mark.parametrize(
+    "base",
+    [
+        "pyramidinfer",
+        pytest.param(f"{NAME}:snapkv", marks=pytest.mark.slow),
+        pytest.param(f"{NAME}:h2o", marks=pytest.mark.slow),
+    ],
+)
 def test_a_budget_is_kept_of_what_is_left(model, reference, base):
     llm = engine(model, CompressionConfig(base, max_cache_tokens=64))
     request = llm.add_request(PROMPT, greedy(3), report_kept=True)
@@ -247,6 +254,7 @@ def test_scores_of_layers_that_lack_tokens(model, reference):
                 np.testing.assert_allclose(found, want, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_evaluation_runs_the_prefill_that_prunes(model):
     run = compiled(DEEP, Observer(None), Pruner(decay=LAST))
     plain = jax.jit(functools.partial(prefill, DEEP, Observer(None)))

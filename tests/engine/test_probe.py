@@ -116,7 +116,9 @@ def check_kept(llm, scores, keeps_of) -> None:
             )
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, 128], ids=["in parts", "whole"])
+@pytest.mark.parametrize(
+    "chunk", [CHUNK, pytest.param(128, marks=pytest.mark.slow)], ids=["in parts", "whole"]
+)
 def test_speckv_keeps_what_its_own_draft_reads(tiny, chunk):
     llm = engine(tiny.model, "speckv", prefill_chunk=chunk)
     one = started(llm)
@@ -252,7 +254,9 @@ def test_warming_up_compiles_what_runs_behind_prompts(tiny, name):
     assert set(llm.worker.compiled.seconds) == steps
 
 
-@pytest.mark.parametrize("drafts", [False, True], ids=["by itself", "by another"])
+@pytest.mark.parametrize(
+    "drafts", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["by itself", "by another"]
+)
 def test_evaluation_looks_ahead_of_what_is_compressed(tiny, smaller, dense, drafts):
     said, other = tiny.said, None
     if drafts:

@@ -432,6 +432,7 @@ class Coded(PromptCodec):
         return 1000 + length
 
 
+@pytest.mark.slow
 def test_answers_are_read_from_what_comes_back(tiny_model, monkeypatch):
     """What reads a prompt in int2 reads it so, whoever stored it."""
     monkeypatch.setitem(PROMPT_CODECS, "mine", Coded())  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ RUN = {"xla": run_xla, "mosaic_gpu": run_mosaic_gpu}
     [
         ("xla", "bfloat16", 4),
         ("mosaic_gpu", "bfloat16", 4),
-        ("mosaic_gpu", "float32", 4),
+        pytest.param("mosaic_gpu", "float32", 4, marks=pytest.mark.slow),
         # Queries, key and value are more rows than the tensor core takes.
         pytest.param("mosaic_gpu", "bfloat16", 8, marks=pytest.mark.slow),
     ],

@@ -20,6 +20,11 @@ from kvjax.kernels.paged_attention.mosaic_gpu import MAX_STAGES, RESERVED, SHARE
 from tests.kernels.devices import H200, TPU_V5E, TPU_V6E
 
 FAMILIES = sorted(spec.FAMILIES)
+BY_DEFAULT = {
+    *("llama-3.1-8b", "llama-3.1-70b", "pool of more than 2^31 elements", "b=64", "r=7"),
+    *("bfloat16 d=80", "float16 d=64", "float32 d=96"),
+}
+"""Families of which each case runs without `-m slow`; a product of all shapes does with it."""
 
 
 def assert_two_kernels(text: str, what: object = None) -> None:
@@ -38,7 +43,13 @@ def lowered(shape: spec.Shape, platform: str, with_metric: bool) -> str:
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow])
+        for name in FAMILIES
+    ],
+)
 def test_lowers_for_h200(family: str) -> None:
     shape = spec.FAMILIES[family]
     with jax.sharding.use_abstract_mesh(H200):
