@@ -1,4 +1,4 @@
-"""The one exception that user input raises, and exceptions in one line."""
+"""The one exception that user input raises, exceptions in one line, and what is behind them."""
 
 MOST_TEXT = 300
 """Characters of an exception's message that a caller is told."""
@@ -31,3 +31,11 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, UserError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def interruption_of(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interruption that an extension module has made another error of: JAX asks Python whether
+    two things are equal, and gives what is raised there as the cause of its ValueError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error

@@ -14,7 +14,7 @@ appended to a JSONL file, and a run that was stopped goes on where it was; a Mar
 beside it. The last line is one JSON object.
 """
 
-from kvjax.startup import guard
+from kvjax.startup import guard, unmasked
 
 guard(__name__)
 
@@ -341,7 +341,8 @@ def compare(
         print(f"logits after {rows[0][0].id}: largest difference {difference:.2g}", file=sys.stderr)
         try:
             variants = variants_of(methods, rates)
-            run(evaluator, rows, protocols, variants, file, TimeLeft(progress))
+            with unmasked():
+                run(evaluator, rows, protocols, variants, file, TimeLeft(progress))
             kept = dict.fromkeys(methods, 0)
             wanted = [(p, n) for p in presses for n in budgets(p, options.reference, kept)]
             lacking = sum(

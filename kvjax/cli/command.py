@@ -76,7 +76,8 @@ def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None 
     SIGTERM, 141 (as for SIGPIPE) where the reader of the output has gone.
     """
     try:
-        code = startup.exit_code(run(arguments))
+        with startup.unmasked():
+            code = startup.exit_code(run(arguments))
         sys.stdout.flush()
         return code
     except UserError as error:

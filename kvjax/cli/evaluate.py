@@ -61,6 +61,7 @@ from kvjax.cli.rows import (
     split_list,
     table_beside,
 )
+from kvjax.startup import unmasked
 
 QUICK = {
     "tasks": "needle,passkey,fact,kv",
@@ -339,7 +340,8 @@ def evaluate(
         held = len(file.results)
         try:
             left = TimeLeft(progress)
-            run_all(evaluator, rows, protocols, variants, file, left, options.details)
+            with unmasked():
+                run_all(evaluator, rows, protocols, variants, file, left, options.details)
         except KeyboardInterrupt:
             status = 130
         progress.clear()

@@ -169,6 +169,7 @@ def test_thousands_of_operations():
     assert done["blocks not to be had"] > 10
 
 
+@pytest.mark.slow
 def test_blocks_of_one():
     done = drive(SINGLE, examples=16, steps=25)
     assert operations(done) >= 200, done

@@ -31,9 +31,18 @@ def raising(error: BaseException):
     return run
 
 
+def masked(interruption: KeyboardInterrupt) -> Exception:
+    """What JAX makes of one that comes while it compares arguments."""
+    error = ValueError("Exception raised while checking equality")
+    error.__cause__ = interruption
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
+        (masked(KeyboardInterrupt()), 130, "interrupted\n"),
+        (masked(startup.Terminated()), 143, "terminated\n"),
         (UserError("rate 0: give\nmore \n than 1"), 2, "error: rate 0: give more than 1\n"),
         (UserError("bad \udcff"), 2, "error: bad \\udcff\n"),
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: a.txt: No such file\n"),

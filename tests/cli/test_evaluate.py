@@ -22,6 +22,7 @@ from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import run_command
 from kvjax.cli.rows import choose_methods, fill_in
 from kvjax.errors import UserError
+from kvjax.eval import run as runs
 from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
 from tests.tiny import TINY
@@ -443,6 +444,22 @@ def test_dummy_weights_run(capsys, tmp_path, monkeypatch):
     arguments = ("--dummy-weights", "--tasks", "kv", "--out", tmp_path / "r.jsonl", *SMALL)
     assert main_of(EVALUATE, [str(argument) for argument in arguments]) == 0, capsys
     assert len(read(tmp_path / "r.jsonl")) == 2 * 3
+
+
+def test_an_interruption_that_arrives_as_another_error_is_one(tiny, prompts, monkeypatch, tmp_path):
+    """As JAX gives it that comes while it compares arguments."""
+    run_all = runs.run
+
+    def interrupted(*arguments):
+        run_all(*arguments)
+        raise ValueError("Exception raised while checking equality") from KeyboardInterrupt()
+
+    monkeypatch.setattr(runs, "run", interrupted)
+    code, out, err = tiny("--prompts", prompts)
+    assert code == 130
+    assert "goes on from here" in err
+    assert "# Cache compression compared" in out
+    assert read(tmp_path / "r.jsonl")
 
 
 def test_an_interruption_keeps_what_there_is(tiny_folder, tmp_path):

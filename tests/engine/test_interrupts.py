@@ -93,6 +93,19 @@ def test_interruptions_wait_until_nothing_is_half_done(run, expected, harmless):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_interruption_that_arrives_as_another_error_is_one(interruptible):
+    """As JAX gives it that comes while it compares arguments."""
+    released.interrupted = False
+    with pytest.raises(KeyboardInterrupt), held(), released():
+        raise ValueError("Exception raised while checking equality") from KeyboardInterrupt()
+    assert released.interrupted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    released.interrupted = False
+    with pytest.raises(ValueError, match="a fault"), held(), released():
+        raise ValueError("a fault") from OSError()
+    assert not released.interrupted
+
+
 def test_other_threads_and_other_handlers_are_left_alone():
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

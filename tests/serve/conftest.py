@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,14 @@ SIZES |= {"prefill_chunk": 128, "prefill_scratch": 256, "pool_tokens": 2048}
 ONE = {"max_batch": 1, "decode_steps_per_sync": 1}
 """A slow one, for what has to be met half way; few sizes, as each is compiled."""
 USUAL = CompressionConfig(method="kv-compress", rate=2, floor=8, window=4)
+
+
+def until(found, seconds: float = 600.0) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 class ServerThread:
@@ -94,6 +103,10 @@ class ServerThread:
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=600, trust_env=False, **options)
+
+    def counts(self, name: str, value: float) -> None:
+        """Wait for a metric of answers, which are counted when they have been sent."""
+        until(lambda: self.llm.metrics.as_dict().get(f"kvjax_{name}") == value, 60)
 
     def metric(self, name: str) -> float:
         return self.llm.metrics.as_dict()[f"kvjax_{name}"]

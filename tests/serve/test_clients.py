@@ -3,24 +3,15 @@
 import asyncio
 import json
 import socket
-import time
 from typing import Any
 
 import openai
 import pytest
 
-from tests.serve.conftest import ONE
+from tests.serve.conftest import ONE, until
 
 COMPLETE = "/v1/completions"
 LONG = {"prompt": "a" * 60, "max_tokens": 440, "ignore_eos": True, "temperature": 0}
-
-
-def until(found, seconds: float = 600.0) -> None:
-    """Wait for something to become true."""
-    end = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def idle(server) -> bool:

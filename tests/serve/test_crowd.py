@@ -6,7 +6,8 @@ import time
 import httpx
 import pytest
 
-from tests.serve.test_clients import idle, until
+from tests.serve.conftest import until
+from tests.serve.test_clients import idle
 
 
 @pytest.mark.slow

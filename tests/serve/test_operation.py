@@ -11,8 +11,8 @@ import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.serve.logs import write_logs
-from tests.serve.conftest import ONE, events_of
-from tests.serve.test_clients import COMPLETE, LONG, idle, raw, until
+from tests.serve.conftest import ONE, events_of, until
+from tests.serve.test_clients import COMPLETE, LONG, idle, raw
 
 
 def test_a_slow_reader_holds_up_nobody_and_loses_nothing(serve):
