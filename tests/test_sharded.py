@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent / "sharded"
 DEVICES = 8
 ALL_SLOW = {"test_smollm2"}
 PARTLY_SLOW = {"test_engine", "test_budget", "test_passes", "test_calibration", "test_weights"}
-LONGER = {"test_budget", "test_calibration", "test_weights"}
+LONGER = {"test_budget", "test_calibration", "test_collectives", "test_weights"}
 """What of them is not slow by itself takes a minute or two together."""
 FILES = {path.stem for path in FOLDER.glob("test_*.py")}
 

@@ -100,7 +100,7 @@ def right_parts() -> dict[str, Part]:
 @pytest.mark.parametrize(
     "name",
     [
-        "right: b=64",
+        pytest.param("right: b=64", marks=pytest.mark.slow),
         pytest.param("right: int8 int4 b=16 d=128", marks=pytest.mark.slow),
         pytest.param("attention: 8B 256 × 1024 uniform b=64", marks=pytest.mark.slow),
     ],

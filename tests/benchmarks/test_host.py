@@ -39,6 +39,7 @@ def test_a_part_measures_rounds_of_all_sequences_and_no_waiting(run, monkeypatch
     assert 0 < second <= most <= whole
 
 
+@pytest.mark.slow
 def test_rounds_of_the_first_run_do_not_count(run):
     code, found, err = run("--part", "0", "1", "0")
     assert code == 0, err

@@ -139,6 +139,7 @@ def test_a_run_goes_on_where_it_was(tiny, prompts, tmp_path):
     assert "0 results" in err
 
 
+@pytest.mark.slow
 def test_types_of_keys_and_values_are_compared_by_their_bytes(tiny, prompts, tmp_path):
     code, out, err = tiny("--prompts", prompts, "--rates", "2", "--kv-dtype", "float32,int8")
     assert code == 0, err
