@@ -1,5 +1,8 @@
 """The one exception that user input raises, exceptions in one line, and what is behind them."""
 
+import contextlib
+from collections.abc import Iterator
+
 MOST_TEXT = 300
 """Characters of an exception's message that a caller is told."""
 
@@ -39,3 +42,14 @@ def interruption_of(error: BaseException | None) -> KeyboardInterrupt | None:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__
     return error
+
+
+@contextlib.contextmanager
+def unmasked() -> Iterator[None]:
+    """An interruption that arrives as another error is one again."""
+    try:
+        yield
+    except Exception as error:
+        if (interruption := interruption_of(error)) is None:
+            raise
+        raise interruption from None

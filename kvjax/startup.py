@@ -14,17 +14,13 @@ KeyboardInterrupt, again where nobody was told of it. Imports nothing that takes
 """
 
 import _thread
-import contextlib
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
-
-from kvjax.errors import interruption_of
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -73,17 +69,6 @@ def broken_off() -> None:
     if _raised:
         sys.unraisablehook = lambda report: None
         warnings.simplefilter("ignore")
-
-
-@contextlib.contextmanager
-def unmasked() -> Iterator[None]:
-    """An interruption that arrives as another error is one again."""
-    try:
-        yield
-    except Exception as error:
-        if (interruption := interruption_of(error)) is None:
-            raise
-        raise interruption from None
 
 
 def exit_code(code: int) -> int:

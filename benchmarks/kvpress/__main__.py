@@ -14,7 +14,7 @@ appended to a JSONL file, and a run that was stopped goes on where it was; a Mar
 beside it. The last line is one JSON object.
 """
 
-from kvjax.startup import guard, unmasked
+from kvjax.startup import guard
 
 guard(__name__)
 
@@ -61,7 +61,7 @@ from kvjax.cli.rows import (
     split_list,
     table_beside,
 )
-from kvjax.errors import UserError
+from kvjax.errors import UserError, unmasked
 
 USUAL = {"tasks": "needle,passkey,kv", "length": "1024", "rows": 8}
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from kvjax import startup
 from kvjax.checks import shown
-from kvjax.errors import UserError
+from kvjax.errors import UserError, unmasked
 
 MOST_OF_A_MESSAGE = 1000
 """Characters of an error that are printed."""
@@ -76,7 +76,7 @@ def main_of(run: Callable[[list[str] | None], int], arguments: list[str] | None 
     SIGTERM, 141 (as for SIGPIPE) where the reader of the output has gone.
     """
     try:
-        with startup.unmasked():
+        with unmasked():
             code = startup.exit_code(run(arguments))
         sys.stdout.flush()
         return code

@@ -61,7 +61,7 @@ from kvjax.cli.rows import (
     split_list,
     table_beside,
 )
-from kvjax.startup import unmasked
+from kvjax.errors import unmasked
 
 QUICK = {
     "tasks": "needle,passkey,fact,kv",
