@@ -157,9 +157,7 @@ class Calls:
             # What each query head sees is measured of whole prompts only, and so is what goes on
             # from layer to layer.
             chunk = self.config.prefill_scratch
-        parts = -(-length // chunk)
-        # As even as can be, so that the last chunk fills an observation window.
-        chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
+        chunks = _even(length, chunk)
         probes = self.probing.probes(method.scorer, tokens)
         retains = plan is not None
         return PromptJob(request, tokens, chunks, in_pool, retains=retains, probes=probes)
@@ -181,9 +179,7 @@ class Calls:
             logits: after these.
             retains: whether they are retained when all have run.
         """
-        length = len(tokens) - start
-        parts = -(-length // self.config.prefill_chunk)
-        chunks = [length * (i + 1) // parts - length * i // parts for i in range(parts)]
+        chunks = _even(len(tokens) - start, self.config.prefill_chunk)
         return PromptJob(
             request, tokens, chunks, True, start, start, retains,
             logits=logits, fits=self._everywhere(jnp.bool_(True)),
@@ -367,6 +363,13 @@ class Calls:
         padded = np.full(group, self.config.num_rows, np.int32)
         padded[: len(slots)] = slots
         return padded
+
+
+def _even(length: int, most: int) -> list[int]:
+    """A length in chunks of so much at most, as even as can be, so that the last one fills an
+    observation window."""
+    parts = -(-length // most)
+    return [length * (i + 1) // parts - length * i // parts for i in range(parts)]
 
 
 def num_top(requests: Sequence[Request]) -> int | None:

@@ -168,8 +168,8 @@ class Engine:
             self.reports.collect_held()
             self._emit()
             # What other processes do of a round is the same only where all of it is known.
-            lone = self.agreement is None
-            self.reports.collect(chunk, self.runs_ahead and lone and self.scheduler.only_decodes)
+            hold = self.runs_ahead and self.agreement is None and self.scheduler.only_decodes
+            self.reports.collect(chunk, hold)
             self.metrics.observe(self.scheduler, self.worker)
 
     def compress(self, request: Request, blocks: int) -> int:
