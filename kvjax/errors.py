@@ -1,10 +1,14 @@
 """The one exception that user input raises, exceptions in one line, and what is behind them."""
 
 import contextlib
+import re
 from collections.abc import Iterator
+
+from kvjax.startup import Terminated
 
 MOST_TEXT = 300
 """Characters of an exception's message that a caller is told."""
+_MASKED = re.compile(rf"^(?:[a-z.]+\.)?(KeyboardInterrupt|{Terminated.__name__})\b", re.MULTILINE)
 
 
 class UserError(Exception):
@@ -37,9 +41,12 @@ def in_one_line(error: BaseException) -> str:
 
 
 def interruption_of(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interruption that an extension module has made another error of: JAX asks Python whether
-    two things are equal, and gives what is raised there as the cause of its ValueError."""
+    """The interruption that JAX has made a ValueError of: it asks Python whether arguments are
+    equal, and gives what is raised there as a cause or in its text alone."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
+        text = str(error) if isinstance(error, ValueError) else ""
+        if "__eq__" in text and (found := _MASKED.search(text)):
+            return Terminated() if found[1] == Terminated.__name__ else KeyboardInterrupt()
         error = error.__cause__
     return error
 

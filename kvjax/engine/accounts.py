@@ -95,7 +95,7 @@ class Accounts:
             longest: most KVs of a head, [G].
             growth: blocks of the next decode steps, as `owned`.
         """
-        at, by_shard = list(slots), (len(slots), -1)
+        at, by_shard = list(slots), (len(slots), self.owned.shape[1])
         self.owned[at] = np.reshape(owned, by_shard)
         self.growth[at] = np.broadcast_to(growth, np.shape(owned)).reshape(by_shard)
         self.longest[at] = longest

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from kvjax.engine.interrupts import released
+from kvjax.errors import unmasked
 from kvjax.models.hub import user_cache_dir
 
 StepName = Literal[
@@ -123,7 +124,8 @@ class CompiledSteps:
                     self.add(call)
                 self.meet()
             self.waited += time.perf_counter() - start
-        return call.step(*call.args)
+        with unmasked():
+            return call.step(*call.args)
 
     def compile(self, calls: Iterable[StepCall]) -> None:
         """Compile those of some calls that are new, side by side: XLA uses one core for most of it.

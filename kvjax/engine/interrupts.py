@@ -16,8 +16,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from kvjax.errors import interruption_of
-
 _KEPT = (signal.SIGINT, signal.SIGTERM)
 
 _depth = 0
@@ -116,8 +114,7 @@ class released:
         global _open
         if self._mine:
             _open = False
-            interruption = interruption_of(error)
-            if interruption is not None or (kind is not None and not issubclass(kind, Exception)):
+            if kind is not None and not issubclass(kind, Exception):
                 released.interrupted = True
             try:
                 _install()
@@ -125,5 +122,3 @@ class released:
                 released.interrupted = True
                 _install()
                 raise
-            if interruption is not None and interruption is not error:
-                raise interruption from None

@@ -9,8 +9,10 @@ import time
 import numpy as np
 import pytest
 
+from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey
 from kvjax.engine.interrupts import held, released
 from kvjax.errors import UserError
+from kvjax.startup import Terminated
 from tests.engine.serving import (
     FULL,
     alone,
@@ -93,17 +95,37 @@ def test_interruptions_wait_until_nothing_is_half_done(run, expected, harmless):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interruption_that_arrives_as_another_error_is_one(interruptible):
-    """As JAX gives it that comes while it compares arguments."""
-    released.interrupted = False
-    with pytest.raises(KeyboardInterrupt), held(), released():
-        raise ValueError("Exception raised while checking equality") from KeyboardInterrupt()
-    assert released.interrupted
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    released.interrupted = False
-    with pytest.raises(ValueError, match="a fault"), held(), released():
-        raise ValueError("a fault") from OSError()
-    assert not released.interrupted
+KEY = StepKey("empty")
+TOLD = """static arguments should be comparable using __eq__. The error was:
+Traceback (most recent call last):
+  File "<string>", line 2, in __eq__
+"""
+"""How JAX begins to tell of what was raised while it compared arguments."""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (f"{TOLD}KeyboardInterrupt: ", KeyboardInterrupt),
+        (f"{TOLD}kvjax.startup.Terminated", Terminated),
+        (f"{TOLD}TypeError: KeyboardInterrupt", ValueError),
+        ("KeyboardInterrupt: said somebody", ValueError),
+    ],
+)
+def test_an_interruption_that_jax_makes_an_error_of_is_one(text, kind):
+    """In a step, where another error would end its request."""
+
+    def interrupted(*arguments):
+        raise ValueError(text)
+
+    steps = CompiledSteps()
+    steps.seconds[KEY] = 0.0
+    raised = None
+    try:
+        steps.run(StepCall(KEY, interrupted, ()))
+    except (ValueError, KeyboardInterrupt) as error:
+        raised = type(error)
+    assert raised is kind
 
 
 def test_other_threads_and_other_handlers_are_left_alone():

@@ -226,6 +226,20 @@ def test_others_may_come_and_go_while_a_step_is_held_back(tiny_params, rule, mon
     assert_empty(llm)
 
 
+def test_all_may_leave_while_a_step_is_held_back(tiny_params):
+    """Then it says something of nobody."""
+    llm = make_llm(tiny_params)
+    gpu_like(llm)
+    names = [llm.add_request(prompt, greedy(24)) for prompt in prompts_of(20, 24)]
+    while not llm.engine.reports.held:
+        llm.step()
+    for name in names:
+        llm.abort(name)
+    assert {output.finish_reason for output in drain(llm).values()} == {"abort"}
+    assert llm.metrics.as_dict()["kvjax_rounds_failed_total"] == 0
+    assert_empty(llm)
+
+
 def test_compressed_every_few_tokens_nothing_is_decided_a_step_behind(tiny_params, monkeypatch):
     settings = CompressionConfig(max_cache_tokens=16, protected=8, compress_every=6)
     llm = make_llm(tiny_params, settings)
