@@ -13,8 +13,8 @@ COMMITS := $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 # A thirtieth of the mutations, another one with every commit.
 PARTS ?= 30
 SLICE ?= $(shell echo $$(($(COMMITS) % $(PARTS) + 1)))/$(PARTS)
-# Half of the slow tests, the other half with the next commit; SLOW_PART=1/1 for all.
-SLOW_PART ?= $(shell echo $$(($(COMMITS) % 2 + 1)))/2
+# A third of the slow tests, another one with every commit; SLOW_PART=1/1 for all.
+SLOW_PART ?= $(shell echo $$(($(COMMITS) % 3 + 1)))/3
 # Tests start Python many times, which would compile the package each time.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv

@@ -1,5 +1,6 @@
 """A small engine of fixed sizes for the tests: steps are compiled once for all of them."""
 
+import dataclasses
 import time
 
 import jax
@@ -19,6 +20,8 @@ from tests.models.tokenizer_builders import tiny_tokenizer
 FULL = CompressionConfig(method="full")
 SMALL = CompressionConfig(max_cache_tokens=16, protected=8)
 """A cache of 16 tokens' worth of KVs."""
+LATE = dataclasses.replace(SMALL, on_prefill=False)
+"""Compressed only where blocks run out."""
 HEADS = TINY.num_layers * TINY.num_kv_heads
 ROOMY, TIGHT = 600, 100
 """Pools in tokens: one in which everything fits, one in which it does not."""
