@@ -1,5 +1,6 @@
 """Single decode steps, and what is dispatched before what runs has reported, as on GPUs."""
 
+import jax
 import numpy as np
 import pytest
 
