@@ -99,6 +99,8 @@ class Calls:
             planes=spec.planes,
             sharing=config.sharing,
         )
+        # Steps one behind the other are of the same slots, which are sent once.
+        self._numbers = functools.lru_cache(16)(_int32s) if parallel is None else parallel.numbers
         self.cache: PagedCache
         self.cache, self.state = self._new_cache(), self._new_state()
         slots, width = config.max_batch, self.cache.max_blocks
@@ -315,10 +317,9 @@ class Calls:
         )  # fmt: skip
         return self._call(key, args)
 
-    def _rows(self, slots: Sequence[int], group: int) -> Any:
-        """`_padded` for a decode step, where it lies for each device."""
-        rows = self._padded(slots, group)
-        return rows if self.parallel is None else self.parallel.numbers(tuple(rows.tolist()))
+    def _rows(self, slots: Sequence[int], group: int) -> jax.Array:
+        """`_padded` for a decode step, on each device."""
+        return self._numbers(tuple(self._padded(slots, group).tolist()))
 
     def compress_call(
         self,
@@ -363,6 +364,10 @@ class Calls:
         padded = np.full(group, self.config.num_rows, np.int32)
         padded[: len(slots)] = slots
         return padded
+
+
+def _int32s(numbers: Sequence[int]) -> jax.Array:
+    return jnp.asarray(numbers, jnp.int32)
 
 
 def _even(length: int, most: int) -> list[int]:
