@@ -69,7 +69,9 @@ def soak(params, num_requests: int, seed: int, lengths, settings, ahead: bool) -
                 refused += 1
         unfinished = [r.id for r in llm.scheduler if r.finish_reason is None]
         if unfinished and rng.integers(8) == 0:
-            llm.abort(unfinished[rng.integers(len(unfinished))])
+            one = unfinished[rng.integers(len(unfinished))]
+            for name in unfinished if rng.integers(8) == 0 else [one]:
+                llm.abort(name)
         for output in llm.step():
             if output.finished:
                 assert output.request_id not in ended
@@ -82,7 +84,9 @@ def soak(params, num_requests: int, seed: int, lengths, settings, ahead: bool) -
     assert {"length", "abort", "stop"} <= reasons
     assert "pool" not in reasons
     assert sum(reason == "error" for reason in ended.values()) <= failed
-    assert llm.metrics.as_dict()["kvjax_preemptions_total"] > 0
+    found = llm.metrics.as_dict()
+    assert found["kvjax_preemptions_total"] > 0
+    assert found["kvjax_rounds_failed_total"] == 0
     check_invariants(llm.worker.cache)
     assert_empty(llm)
     # Once everything is compiled, requests leave nothing behind.
