@@ -10,11 +10,11 @@ ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
 COMMITS := $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
-# A thirtieth of the mutations, another one with every commit.
-PARTS ?= 30
+# A fortieth of the mutations, another one with every commit.
+PARTS ?= 40
 SLICE ?= $(shell echo $$(($(COMMITS) % $(PARTS) + 1)))/$(PARTS)
-# A third of the slow tests, another one with every commit; SLOW_PART=1/1 for all.
-SLOW_PART ?= $(shell echo $$(($(COMMITS) % 3 + 1)))/3
+# A quarter of the slow tests, another one with every commit; SLOW_PART=1/1 for all.
+SLOW_PART ?= $(shell echo $$(($(COMMITS) % 4 + 1)))/4
 # Tests start Python many times, which would compile the package each time.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
