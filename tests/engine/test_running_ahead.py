@@ -238,7 +238,7 @@ def test_a_request_is_compressed_as_it_is_after_the_step_that_was_held_back(tiny
 def test_nothing_is_compiled_after_a_warm_up(tiny_params, rule):
     """However tokens are chosen, and whatever runs while a prompt comes in, as on GPUs."""
     llm = make_llm(tiny_params, rule)
-    llm.worker.decodes_once = llm.engine.runs_ahead = True
+    gpu_like(llm)
     prompts = prompts_of(120, 120, 120)
     llm.warm_up([120])
     warmed = set(llm.worker.compiled.seconds)
