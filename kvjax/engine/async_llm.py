@@ -27,7 +27,7 @@ from kvjax.engine.llm import LLM
 from kvjax.engine.metrics import EngineMetrics
 from kvjax.engine.needs import Need, needs_ahead, needs_of_file, without_state
 from kvjax.engine.prompts import Prompt
-from kvjax.engine.request import RequestOutput
+from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.retaining import PAUSE_SECONDS
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError
@@ -124,16 +124,11 @@ class AsyncLLM:
                 or this is another event loop.
         """
         mailbox, on_output = self._mailbox()
-        name = self.llm.add_request(
-            prompt,
-            sampling,
-            compression,
-            request_id=request_id,
-            on_output=on_output,
-            deadline=deadline,
+        request = self.llm._add(
+            prompt, sampling, compression, request_id, on_output, deadline, False,
             report_kept=report_kept,
-        )
-        return AsyncOutputs(self, mailbox, [name])
+        )  # fmt: skip
+        return AsyncOutputs(self, mailbox, [request])
 
     def add_together(
         self,
@@ -155,19 +150,19 @@ class AsyncLLM:
             UserError: as for `add`, of any of them.
         """
         mailbox, on_output = self._mailbox()
-        names: list[str] = []
+        requests: list[Request] = []
         try:
             for prompt, sampling in asked:
-                names.append(
-                    self.llm.add_request(
-                        prompt, sampling, compression, on_output=on_output, deadline=deadline,
-                        report_kept=report_kept and not names,
+                requests.append(
+                    self.llm._add(
+                        prompt, sampling, compression, None, on_output, deadline, False,
+                        report_kept=report_kept and not requests,
                     )
                 )  # fmt: skip
         except BaseException:
-            self.abandon(names)
+            self.abandon(requests)
             raise
-        return AsyncOutputs(self, mailbox, names)
+        return AsyncOutputs(self, mailbox, requests)
 
     def stream(
         self,
@@ -184,13 +179,13 @@ class AsyncLLM:
                 closed, or this is another event loop.
         """
         mailbox, on_output = self._mailbox()
-        names: list[str | RequestOutput] = []
+        requests: list[Request | RequestOutput] = []
         try:
-            self.llm.add_all(names, prompts, sampling, compression, on_output)
+            self.llm.add_all(requests, prompts, sampling, compression, on_output)
         except BaseException:
-            self.llm.abandon(names)
+            self.llm.abandon(requests)
             raise
-        return AsyncOutputs(self, mailbox, names)
+        return AsyncOutputs(self, mailbox, requests)
 
     async def generate(
         self,
@@ -324,10 +319,10 @@ class AsyncLLM:
         """There is a mailbox with requests of its own."""
         self._driver.watch(mailbox)
 
-    def abandon(self, request_ids: Iterable[str]) -> None:
+    def abandon(self, requests: Iterable[Request | RequestOutput]) -> None:
         """End requests whose reader has gone. From any thread."""
         if self._driver.closing != "closed":
-            self.llm.abandon(request_ids)
+            self.llm.abandon(requests)
             self._driver.look()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
@@ -370,16 +365,14 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
     the iterator or drops it.
     """
 
-    _running: frozenset[str] = frozenset()
-
-    def __init__(self, front: AsyncLLM, mailbox: Mailbox, names: Sequence[str | RequestOutput]):
+    def __init__(self, front: AsyncLLM, mailbox: Mailbox, asked: Sequence[Request | RequestOutput]):
         self._front, self._mailbox = front, mailbox
-        self.request_ids = [n if isinstance(n, str) else n.request_id for n in names]
+        self._running = {r.id if isinstance(r, Request) else r.request_id: r for r in asked}
+        self.request_ids = list(self._running)
         """In the order of the prompts."""
-        self._running = frozenset(self.request_ids)
-        for name in names:
-            if not isinstance(name, str):
-                mailbox.put(name)
+        for one in asked:
+            if not isinstance(one, Request):
+                mailbox.put(one)
         front.watch(mailbox)
 
     async def __anext__(self) -> RequestOutput:
@@ -404,7 +397,7 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
             self.close()
             raise
         if output is not None and output.finished:
-            self._running -= {output.request_id}
+            self._running.pop(output.request_id, None)
         return output
 
     @property
@@ -414,9 +407,9 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
 
     def close(self) -> None:
         """End those of the requests that still run; their outputs are dropped."""
-        running, self._running = self._running, frozenset()
+        running, self._running = self._running, {}
         if running:
-            self._front.abandon(running)
+            self._front.abandon(running.values())
             self._mailbox.clear()
 
     async def aclose(self) -> None:

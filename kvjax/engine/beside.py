@@ -130,7 +130,8 @@ class Beside:
 
     def ready(self, request: Request) -> bool:
         """Whether a request can begin; if not, what it lacks is compiled."""
-        at = request.length, request.plan
+        # An id may be another request's later.
+        at = request.order, request.length, request.plan
         known = self._asked.get(request.id) or self._known.get(request.id)
         if known is None or known[0] != at:
             try:

@@ -36,7 +36,7 @@ def checked_request(
     ):
         if not isinstance(value, kind):
             raise UserError(f"{name_} {shown(value)}: give a {kind.__name__}")
-    compression = compression.in_tokens(llm.plan.spec)
+    compression = compression.chosen(llm.usual).in_tokens(llm.plan.spec)
     tokens = token_ids(prompt, llm.model.tokenizer, llm.model.config.vocab_size)
     if len(tokens) + sampling.max_tokens > llm.max_len:
         raise UserError(

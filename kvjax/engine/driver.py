@@ -32,7 +32,8 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self._lock = threading.Lock()
+        # Dropped iterators empty theirs wherever the collector finds them, also in here.
+        self._lock = threading.RLock()
         self._outputs: dict[str, RequestOutput] = {}
         self._news = asyncio.Event()
         self._closed = False
@@ -182,9 +183,18 @@ class Driver(threading.Thread):
                 self.closing = closing
                 self._when_ended += [when_ended] if when_ended else []
                 self._notify()
-                return
+                when_ended = None
+        if closing == "abort":
+            # At once: a call that is under way may wait for requests.
+            self._abort()
         if when_ended is not None:
             when_ended()
+
+    def _abort(self) -> None:
+        """Have all open requests end."""
+        for name in list(self._llm.engine.intake.open):
+            with contextlib.suppress(UserError):
+                self._llm.abort(name)
 
     def run(self) -> None:
         try:
@@ -235,13 +245,13 @@ class Driver(threading.Thread):
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
                 try:
+                    if self.closing == "abort":
+                        raise UserError("the engine is closed")
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
         if self.closing == "abort":
-            for name in list(self._llm.engine.intake.open):
-                with contextlib.suppress(UserError):
-                    self._llm.abort(name)
+            self._abort()
         try:
             if self._llm.has_unfinished():
                 self._llm.step()

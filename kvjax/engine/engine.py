@@ -107,7 +107,7 @@ class Engine:
         assert self.beside is not None
         found = self.beside.ahead(needs, self._alone, bool(self.scheduler.waiting), first)
         self.metrics.compiled_beside(self.beside)
-        self.metrics.observe(self.scheduler, self.worker)
+        self.observe()
         return found
 
     @property
@@ -170,7 +170,11 @@ class Engine:
             # What other processes do of a round is the same only where all of it is known.
             hold = self.runs_ahead and self.agreement is None and self.scheduler.only_decodes
             self.reports.collect(chunk, hold)
-            self.metrics.observe(self.scheduler, self.worker)
+            self.observe()
+
+    def observe(self) -> None:
+        """Bring the gauges up to date: after a round, and after what changes the cache without."""
+        self.metrics.observe(self.scheduler, self.worker)
 
     def compress(self, request: Request, blocks: int) -> int:
         """Compress a running request to so many blocks, between two rounds.

@@ -114,15 +114,14 @@ class Intake:
             request.aborted = True
             self._aborts.append(request)
 
-    def abandon(self, request_id: str) -> None:
+    def abandon(self, request: Request) -> None:
         """`abort` for a caller that has gone: nobody waits for its output. Never raises."""
         with held(), self._lock:
-            request, _ = self.open.get(request_id, (None, None))
-            if request is not None:
-                request.on_output, request.waits = None, False
+            request.on_output, request.waits = None, False
+            # When it has ended, another one may have its id.
+            if self.open.get(request.id, (None, None))[0] is request:
                 with contextlib.suppress(UserError):
-                    self.abort(request_id)
-            self._outbox.pop(request_id, None)
+                    self.abort(request.id)
 
     def fail(self, request: Request, error: str) -> None:
         """Have a request end with an error in the next round."""

@@ -31,7 +31,7 @@ from kvjax.engine.parallel import Parallel, check_there
 from kvjax.engine.probe import Bench, behind
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
-from kvjax.engine.request import RequestOutput
+from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.split import split_of
 from kvjax.engine.stream import OutputStream, refused
@@ -102,7 +102,7 @@ class LLM:
             found = find_calibration(self.model) if self.compression.method == AUTO else None
         self.compression = self.compression.chosen(usual_method(found.arrays if found else ()))
         own = self.compression.resolved
-        self._usual = self.compression.method if own.compresses else UNCALIBRATED
+        self.usual = self.compression.method if own.compresses else UNCALIBRATED
         methods = [own, *named[1:]]
         planes = dict.fromkeys(plane for method in methods for plane in method.planes)
         codec = as_codec(cache_dtype, activation_dtype(self.model.params))
@@ -213,7 +213,7 @@ class LLM:
         Raises:
             UserError: says why, and what would do.
         """
-        checked_request(self, prompt, sampling, compression.chosen(self._usual), "check", -1)
+        checked_request(self, prompt, sampling, compression, "check", -1)
 
     def memory(self) -> dict[str, int]:
         """Bytes: the plan's parts, and what the device says is in use, at most so far, and there.
@@ -261,7 +261,7 @@ class LLM:
         return self._add(
             prompt, sampling, compression, request_id, on_output, deadline, on_output is None,
             report_kept=report_kept,
-        )  # fmt: skip
+        ).id  # fmt: skip
 
     def _add(
         self,
@@ -274,7 +274,8 @@ class LLM:
         waits: bool,
         shared: int | None = None,
         report_kept: bool = False,
-    ) -> str:
+    ) -> Request:
+        """The request that was queued; see `add_request`."""
         try:
             if self.dead is not None:
                 raise UserError(f"the engine is {self.dead}; call reset()")
@@ -285,8 +286,6 @@ class LLM:
                 raise UserError(f"on_output {shown(on_output)}: give a function")
             sampling = SamplingParams() if sampling is None else sampling
             compression = self.compression if compression is None else compression
-            if isinstance(compression, CompressionConfig):
-                compression = compression.chosen(self._usual)
             request = checked_request(
                 self, prompt, sampling, compression, request_id, next(self._order)
             )
@@ -296,7 +295,7 @@ class LLM:
             request.on_output, request.waits, request.shared_tokens = on_output, waits, shared
             request.report_kept = check_flag("report_kept", report_kept)
             if self.engine.agreement is not None:
-                plain_compression(self, compression)
+                plain_compression(self, request.compression)
             # Where warnings are errors, nothing is queued.
             tell_rate(request, self.warned)
             self.engine.add(request)
@@ -304,7 +303,7 @@ class LLM:
             self.metrics.refused.inc()
             log.info("request %s is refused: %s", shown(request_id), error)
             raise
-        return request_id
+        return request
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has generated is kept in its last output, of the next round.
@@ -344,7 +343,9 @@ class LLM:
                     "max_cache_tokens"
                 )
             self.together("compress", request_id=request_id, blocks=blocks)
-            return self.engine.compress(request, blocks)
+            freed = self.engine.compress(request, blocks)
+            self.engine.observe()
+            return freed
 
     # Prefixes; docs/design.md says who continues them
 
@@ -381,6 +382,7 @@ class LLM:
         with self.engine.owner("forget_prefixes"), held():
             self.together("forget_prefixes")
             self.engine.keeper.forget_all()
+            self.engine.observe()
 
     def follow(self) -> None:
         """Do what the first of several processes does with its engine, until that ends.
@@ -452,19 +454,19 @@ class LLM:
             if output.finished:
                 ended[output.request_id] = output
 
-        names: list[str | RequestOutput] = []
+        asked: list[Request | RequestOutput] = []
         with self.engine.owner("generate"):
             try:
                 with held():
-                    self.add_all(names, prompts, sampling, compression, note)
-                added = {name for name in names if isinstance(name, str)}
+                    self.add_all(asked, prompts, sampling, compression, note)
+                added = {one.id for one in asked if isinstance(one, Request)}
                 while not added <= ended.keys():
                     self.recovery.step()
                     if on_step is not None:
-                        on_step(len(names) - len(added - ended.keys()))
+                        on_step(len(asked) - len(added - ended.keys()))
             finally:
-                self.abandon(names)
-        return [ended[name] if isinstance(name, str) else name for name in names]
+                self.abandon(asked)
+        return [ended[one.id] if isinstance(one, Request) else one for one in asked]
 
     def stream(
         self,
@@ -479,15 +481,17 @@ class LLM:
         """
         return OutputStream(self, prompts, sampling, compression)
 
-    def abandon(self, names: Iterable[str | RequestOutput]) -> None:
+    def abandon(self, requests: Iterable[Request | RequestOutput]) -> None:
         """End those of some requests that still run; their caller has gone."""
         with held():
-            for name in names:
-                if isinstance(name, str):
-                    self.engine.intake.abandon(name)
+            for request in requests:
+                if isinstance(request, Request):
+                    self.engine.intake.abandon(request)
 
-    def add_all(self, names: list, prompts, sampling, compression, on_output) -> None:
-        """Append the id of each prompt's request to `names`, or its output where it was refused."""
+    def add_all(
+        self, asked: list[Request | RequestOutput], prompts, sampling, compression, on_output
+    ) -> None:
+        """Append each prompt's request to `asked`, or its output where it was refused."""
         prompts = as_batch(prompts)
         if len(prompts) == 0:
             raise UserError("there are no prompts: give at least one")
@@ -506,8 +510,8 @@ class LLM:
         )
         for number, (prompt, one_sampling, one_compression) in enumerate(rows):
             try:
-                names.append(
+                asked.append(
                     self._add(prompt, one_sampling, one_compression, None, on_output, None, False)
                 )
             except UserError as error:
-                names.append(refused(f"prompt {number}", str(error)))
+                asked.append(refused(f"prompt {number}", str(error)))

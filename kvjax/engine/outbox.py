@@ -74,5 +74,6 @@ class Outbox:
             self._intake.keep(output)
             return
         self.emitted.append(output)
-        if request.on_output is not None:
-            request.on_output(output)
+        # Another thread may abandon the request meanwhile.
+        if (on_output := request.on_output) is not None:
+            on_output(output)

@@ -114,3 +114,4 @@ class Recovery:
             engine.end(request, "error", self.dead)
         engine.scheduler.restart([])
         engine.outbox.emit()
+        engine.observe()

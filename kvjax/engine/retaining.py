@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CompressionConfig
-from kvjax.cache.config import as_method
 from kvjax.cache.store import saved, typed
 from kvjax.engine import prefix_files
 from kvjax.engine.checks import checked_request
@@ -33,17 +32,17 @@ PAUSE_SECONDS = 0.01
 def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) -> Prefix:
     """See `LLM.retain`."""
     compression = llm.compression if compression is None else compression
-    settings = checked_request(llm, prompt, SHORTEST, compression, "prefix", -1).sharing
-    if settings is None:
+    request = checked_request(llm, prompt, SHORTEST, compression, "prefix", -1)
+    if request.sharing is None:
         raise UserError(
-            f"method {as_method(compression.method).name} shares no prefixes with share_prefix "
+            f"method {request.method.name} shares no prefixes with share_prefix "
             f"{llm.config.share_prefix!r}: give EngineConfig(share_prefix='always'), or another "
             "method"
         )
     tokens = token_ids(prompt, llm.model.tokenizer, llm.model.config.vocab_size)
     outputs: list[RequestOutput] = []
     with llm.engine.owner("retain"):
-        name = llm._add(
+        request = llm._add(
             prompt, SHORTEST, compression, None, outputs.append, None, False, len(tokens)
         )
         try:
@@ -52,8 +51,8 @@ def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) ->
                 if llm.engine.only_compiles:
                     time.sleep(PAUSE_SECONDS)
         finally:
-            llm.abandon([name])
-    prefix = llm.scheduler.prefixes.exactly(settings, tokens)
+            llm.abandon([request])
+        prefix = llm.scheduler.prefixes.exactly(request.sharing, tokens)
     if prefix is None:
         reason = outputs[-1].error or "give a larger pool or more retained_prefixes"
         raise UserError(f"the prompt of {len(tokens)} tokens was not retained: {reason}")
@@ -68,9 +67,11 @@ def save(
 ) -> int:
     """See `LLM.save_prefix`."""
     _check_one_device(llm)
-    prefix = retain(llm, prompt, compression)
-    kind = Kind.of(llm.model, llm.worker, prefix.settings)
-    kept = saved(llm.worker.cache, prefix.row)
+    with llm.engine.owner("save_prefix"):
+        # Its row is another's, once it is forgotten.
+        prefix = retain(llm, prompt, compression)
+        kind = Kind.of(llm.model, llm.worker, prefix.settings)
+        kept = saved(llm.worker.cache, prefix.row)
     prefix_files.write(path, kind, prefix.tokens, prefix.logits, kept)
     return len(prefix.tokens)
 
@@ -112,6 +113,8 @@ def read(
     prefix_files.check(path, found, Kind.of(llm.model, worker, settings))
     try:
         arrays = typed(worker.cache, {n.removeprefix("held."): x for n, x in arrays.items()})
+        if int(arrays["seq_len"]) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens, and KVs of {int(arrays['seq_len'])}")
     except ValueError as error:
         raise UserError(f"prefix {path}: {error}; give a file that was saved whole") from None
     return Saved(path, tokens, settings, logits, arrays)
@@ -123,4 +126,5 @@ def put(llm: "LLM", prefix: Saved) -> int:
         logits = None if prefix.logits is None else jnp.asarray(prefix.logits)
         if not llm.engine.keeper.load(prefix.tokens, prefix.settings, logits, prefix.held):
             raise UserError(f"prefix {prefix.path}: no room for its blocks; give a larger pool")
+        llm.engine.observe()
     return len(prefix.tokens)

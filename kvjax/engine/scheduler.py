@@ -420,9 +420,10 @@ class Scheduler:
 
     def _make_room(self, progress: bool) -> Iterator[Decision]:
         """Blocks ran out: compress, and only where that does not help preempt the newest."""
-        free = self.accounts.num_free
+        free, retained = self.accounts.num_free, bool(self.prefixes)
         yield from self._forget()
-        if self.accounts.num_free > free:
+        if retained:
+            # Even where no block came free: what shared one with it needs no copy of that any more.
             return
         owned = self.accounts.owned.sum(-1)
         over = tuple(

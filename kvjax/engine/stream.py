@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.engine.request import RequestOutput, RequestStats
+from kvjax.engine.request import Request, RequestOutput, RequestStats
 
 if TYPE_CHECKING:
     from kvjax.engine.llm import LLM
@@ -17,15 +17,15 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __init__(self, llm: "LLM", prompts, sampling, compression):
         self._llm = llm
-        self._names: list[str | RequestOutput] = []
+        self._requests: list[Request | RequestOutput] = []
         self._queue: deque[RequestOutput] = deque()
         try:
-            llm.add_all(self._names, prompts, sampling, compression, self._queue.append)
+            llm.add_all(self._requests, prompts, sampling, compression, self._queue.append)
         except BaseException:
             self.close()
             raise
-        self._running = {name for name in self._names if isinstance(name, str)}
-        self._queue.extend(name for name in self._names if not isinstance(name, str))
+        self._running = {one.id for one in self._requests if isinstance(one, Request)}
+        self._queue.extend(one for one in self._requests if not isinstance(one, Request))
 
     def __next__(self) -> RequestOutput:
         while not self._queue and self._running:
@@ -40,8 +40,8 @@ class OutputStream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """End those of the requests that still run; their outputs are dropped."""
-        self._llm.abandon(self._names)
-        self._names, self._running = [], set()
+        self._llm.abandon(self._requests)
+        self._requests, self._running = [], set()
         self._queue.clear()
 
     def __enter__(self) -> "OutputStream":

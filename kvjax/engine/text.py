@@ -71,7 +71,8 @@ class RequestText:
                     break
                 self.text += self._stops.push(self._decoder.push(token))
                 if self._stops.found:
-                    request.finish_reason = "stop"
+                    # What happened behind it does not matter any more.
+                    request.finish_reason, request.error = "stop", None
                     del request.tokens[self._read :]
                     del request.logprobs[self._read :]
                     break

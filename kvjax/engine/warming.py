@@ -45,7 +45,7 @@ def parts(
             llm.together("warm_up", **asked, part=part)
             with held():
                 steps[part]()
-                llm.metrics.observe(llm.scheduler, llm.worker)
+                llm.engine.observe()
 
     return [functools.partial(run, part) for part in range(len(steps))]
 

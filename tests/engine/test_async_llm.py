@@ -6,6 +6,7 @@ import gc
 import itertools
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from kvjax.engine import warming
+from kvjax.engine.driver import Mailbox
 from kvjax.engine.engine import Engine
+from kvjax.engine.stream import refused
 from kvjax.errors import UserError
 from tests.engine.async_serving import asleep, make, run, settled
 from tests.engine.serving import alone, assert_empty, greedy, prompts_of, tokens_of
@@ -120,6 +123,44 @@ def test_whoever_leaves_an_iterator_ends_its_request(tiny_params):
             await settled(llm)
             found = llm.metrics.as_dict()
             assert found['kvjax_requests_ended_total{reason="abort"}'] == 4
+
+    run(main())
+
+
+def test_whoever_leaves_ends_no_later_request_of_the_same_id(tiny_params, expected):
+    """The end of the first was never read, so its iterator does not know of it."""
+
+    async def main():
+        async with make(tiny_params) as llm:
+            outputs = llm.add(prompts_of(10)[0], greedy(20), request_id="chat")
+            await anext(outputs)
+            await settled(llm)
+            # The first iterator is dropped here.
+            outputs = llm.add(prompts_of(40)[0], greedy(20), request_id="chat")
+            gc.collect()
+            last = [output async for output in outputs][-1]
+            assert tokens_of([last]) == [expected[1]]
+
+    run(main())
+
+
+def test_an_iterator_may_be_dropped_while_its_output_is_brought():
+    """The collector runs wherever something is allocated, in the engine's thread too."""
+
+    async def main():
+        mailbox = Mailbox(asyncio.get_running_loop())
+        first = refused("one", "an error")
+
+        def then(later):
+            mailbox.clear()
+            return later
+
+        object.__setattr__(first, "then", then)
+        assert mailbox.put(first)
+        thread = threading.Thread(target=mailbox.put, args=(first,), daemon=True)
+        thread.start()
+        await asyncio.to_thread(thread.join, 60)
+        assert not thread.is_alive()
 
     run(main())
 
@@ -277,6 +318,29 @@ def test_closing_while_requests_run(tiny_params, expected, drain):
         for task in closing:
             await task
         await llm.aclose()
+        assert_empty(llm.llm)
+
+    run(main())
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_closing_does_not_wait_for_what_is_retained(tiny_params, calls):
+    """Which waits for its turn behind requests that run: they, and who asked, are told."""
+    sizes = {"share_prefix": "auto", "share_grain": 16, "retained_prefixes": 3}
+
+    async def main():
+        llm = make(tiny_params, max_batch=1, max_len=4000, pool_tokens=4000, **sizes)
+        running = llm.add(prompts_of(20)[0], greedy(3900))
+        await anext(running)
+        waiting = [asyncio.create_task(llm.retain(prompts_of(70 + n)[0])) for n in range(calls)]
+        async with asyncio.timeout(60):
+            while len(llm.llm.engine.intake.open) < 2:
+                await asyncio.sleep(0.01)
+        await llm.aclose()
+        last = [output async for output in running][-1]
+        assert last.finish_reason == "abort"
+        told = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(error) for error in told} == {UserError}
         assert_empty(llm.llm)
 
     run(main())

@@ -200,6 +200,22 @@ def test_whoever_waits_for_a_step_can_leave(tiny_params, expected, leaves):
     run(main())
 
 
+def test_an_id_that_comes_again_waits_for_its_own_steps(tiny_params):
+    async def main():
+        async with make(tiny_params) as llm:
+            (prompt,) = prompts_of(SHORT)
+            await last_of(llm.add(prompt, greedy(4), request_id="again"))
+            await settled(llm)
+            told = greedy(4, logprobs=3)
+            running = llm.add(prompt, greedy(200))
+            await last_of(llm.add(prompt, told, request_id="again"))
+            running.close()
+            await settled(llm)
+            assert metric(llm, "compile_stalls_total") == 0
+
+    run(main())
+
+
 def test_draining_waits_for_the_step(tiny_params, expected):
     async def main():
         async with gated(tiny_params) as (llm, gate):

@@ -228,7 +228,10 @@ def test_reset_ends_what_is_open(tiny_params, expected):
     names = add_all(llm)
     for _ in range(3):
         llm.step()
+    assert llm.metrics.as_dict()["kvjax_blocks_used"] > 0
     llm.reset()
+    gauges = llm.metrics.as_dict()
+    assert gauges["kvjax_requests_running"] == gauges["kvjax_blocks_used"] == 0
     last = drain(llm)
     assert {last[n].error for n in names} == {"dead: reset() was called"}
     for name, tokens in zip(names, expected, strict=True):

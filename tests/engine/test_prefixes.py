@@ -1,15 +1,19 @@
 """Prompts that go on from what is left of others: the same tokens as without, and nothing lost."""
 
 import dataclasses
+import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from kvjax.cache import CompressionConfig, check_invariants
 from kvjax.cache.methods import get_method
+from kvjax.engine import prefix_files, retaining
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM
 from kvjax.engine.prefixes import Prefixes, settings_of
@@ -47,8 +51,8 @@ def chained(tiny_params):
     llm = make_llm(tiny_params, **SHARED)
 
     def tokens(compression, prompt, sampling, shared=None):
-        name = llm._add(prompt, sampling, compression, None, None, None, True, shared=shared)
-        output = drain(llm)[name]
+        asked = llm._add(prompt, sampling, compression, None, None, None, True, shared=shared)
+        output = drain(llm)[asked.id]
         assert output.stats.cached_tokens == 0
         forget(llm)
         return tokens_of([output])[0]
@@ -205,6 +209,73 @@ def test_under_pressure_all_come_to_their_ends(tiny_params, chained):
     forget(llm)
 
 
+def test_what_is_only_shared_with_its_own_prefix_needs_no_room(tiny_params):
+    """A prompt fills the pool but for copies of blocks that it shares with what is retained of its
+    own beginning: when that is forgotten, there is nothing to copy."""
+    begins, ends, others = prompts_of(50, 20, 19)
+    first = np.concatenate([begins, ends])
+    second = np.concatenate([begins, (ends[:1] + 1) % TINY.vocab_size, others])
+    outputs = {}
+    for sharing in ({}, SHARED):
+        llm = make_llm(tiny_params, FULL, pool_tokens=72, **sharing)
+        outputs[bool(sharing)] = tokens_of(llm.generate([first, second], greedy(2)))
+    assert outputs[True] == outputs[False]
+    forget(llm)
+
+
+def test_the_usual_method_is_the_engines_own_for_prefixes_too(tiny_params, tmp_path):
+    """Settings that name no method."""
+    path, plain = tmp_path / "document.safetensors", dataclasses.replace(NORMS, method="auto")
+    llm = make_llm(tiny_params, dataclasses.replace(NORMS, max_cache_tokens=24), **SHARED)
+    assert llm.retain(DOCUMENT, plain) == llm.save_prefix(path, DOCUMENT, NORMS) == len(DOCUMENT)
+    (output,) = llm.generate([asked(QUESTIONS[0])], greedy(), NORMS)
+    assert output.stats.cached_tokens == len(DOCUMENT)
+    forget(llm)
+    assert llm.load_prefix(path, plain) == len(DOCUMENT)
+    forget(llm)
+
+
+def test_a_prefix_is_saved_before_anybody_else_retains_another(tiny_params, tmp_path, monkeypatch):
+    path = tmp_path / "document.safetensors"
+    llm = make_llm(tiny_params, FULL, **SHARED | {"retained_prefixes": 1})
+    (other,) = prompts_of(71)
+    refused = []
+
+    def meanwhile():
+        with pytest.raises(UserError, match="is using this engine") as caught:
+            llm.retain(other)
+        refused.append(caught.value)
+
+    def saved(cache, row, whole=retaining.saved):
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+        return whole(cache, row)
+
+    monkeypatch.setattr(retaining, "saved", saved)
+    llm.save_prefix(path, DOCUMENT)
+    assert len(refused) == 1
+    found, arrays = prefix_files.read(path)
+    assert int(arrays["held.seq_len"]) == len(arrays["tokens"]) == len(DOCUMENT)
+    forget(llm)
+
+
+def test_gauges_tell_of_prefixes_between_rounds(tiny_params, tmp_path):
+    path = tmp_path / "document.safetensors"
+    llm = make_llm(tiny_params, NORMS, **SHARED)
+
+    def used() -> float:
+        return llm.metrics.as_dict()["kvjax_blocks_used"]
+
+    llm.save_prefix(path, DOCUMENT)
+    assert (holds := used()) > 0
+    forget(llm)
+    assert used() == 0
+    llm.load_prefix(path)
+    assert used() == holds
+    forget(llm)
+
+
 def test_a_round_that_fails_forgets_what_was_retained(tiny_params, monkeypatch):
     llm = make_llm(tiny_params, FULL, **SHARED)
     (first,) = llm.generate([DOCUMENT], greedy(4))
@@ -293,6 +364,10 @@ def test_a_file_of_something_else_is_refused_in_one_line(tiny_params, tmp_path):
     broken = tmp_path / "broken"
     broken.write_bytes(path.read_bytes()[:-7])
     refused(llm, "saved whole", path=broken)
+    arrays, kind = load_file(path), safe_open(path, "np").metadata()
+    mixed = tmp_path / "mixed"
+    save_file(arrays | {"held.seq_len": np.array(71, np.int32)}, mixed, kind)
+    refused(llm, "70 tokens, and KVs of 71", path=mixed)
 
 
 def test_what_cannot_be_retained_is_refused(tiny_params):

@@ -123,6 +123,14 @@ def test_a_stop_text_cuts_tokens_and_their_logprobs():
     assert last.stats.finished == 11.0
 
 
+def test_what_ends_a_request_behind_its_stop_text_is_no_error_of_it():
+    request, text = request_of(stop=("d",)), RequestText(TOKENIZER, ("d",))
+    request.tokens += ids("abcdef")
+    request.finish_reason, request.error = "error", "dead: reset() was called"
+    output = text.emit(request, 1.0)
+    assert (output.text, output.finish_reason, output.error) == ("abc", "stop", None)
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_end_of_text_token_is_no_text(ignored):
     tokens = [*ids("ab"), TINY_EOS]
