@@ -1,4 +1,4 @@
-"""Numbers per KV that decode steps keep: Scissorhands' hits, LazyEviction's last and longest."""
+"""Numbers per KV that decode steps keep: Scissorhands' misses, LazyEviction's last and longest."""
 
 import dataclasses
 
@@ -84,7 +84,7 @@ def numbers(cache: kv.PagedCache, name: str, at: tuple[int, int]) -> dict[int, n
     return {int(c["position"][x]): c["state"][name][x] for x in where}
 
 
-def test_scissorhands_counts_the_hits_of_its_window():
+def test_scissorhands_counts_the_misses_of_its_window():
     """Those of the prompt per query head, those of a step by the mean of the group."""
     cache, after = run(SCISSORHANDS)
     steps, end = 2, LENGTH + STEPS
@@ -94,11 +94,11 @@ def test_scissorhands_counts_the_hits_of_its_window():
             if t // steps <= (end - 1) // steps - PARTS:
                 continue
             p = given[t] * (t + 1)
-            hit = (p >= 1).sum(axis=0) if t < LENGTH else R * (p.mean(axis=0) >= 1)
-            want[: t + 1] += hit
-        got = numbers(cache, "hits", at)
+            miss = (p < 1).sum(axis=0) if t < LENGTH else R * (p.mean(axis=0) < 1)
+            want[: t + 1] += miss
+        got = numbers(cache, "misses", at)
         assert [float(got[j].sum()) for j in range(end)] == want.tolist(), at
-        goes_by(want, got, numbers(after, "hits", at), at)
+        goes_by(-want, got, numbers(after, "misses", at), at)
         assert not any(x.any() for x in numbers(cache, "received", at).values())
 
 

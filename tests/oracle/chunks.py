@@ -27,6 +27,7 @@ from tests.oracle.question_free import (
 )
 from tests.oracle.scores import (
     global_local_row,
+    local_window,
     policy_row,
     random_number,
     window_values,
@@ -186,8 +187,16 @@ def all_queries(power: int = 1, decay: float = 1.0, distance: int = 0):
 
 
 def often_important(c: Chunk, name: Name, x: Held) -> np.ndarray:
-    """Scissorhands: how many queries give a key an even share or more."""
-    return (x.p * x.seen[:, None] >= 1 - 1e-9).sum(axis=1).mean(axis=0)
+    """Scissorhands: to how many queries that see a key it is less than an even share."""
+    sees = x.at <= c.start + np.arange(c.length)[:, None]
+    return -(sees & (x.p * x.seen[:, None] < 1 - 1e-9)).sum(axis=1).mean(axis=0)
+
+
+def by_policy(c: Chunk, name: Name, x: Held) -> np.ndarray:
+    """FastGen, from the chunk's queries alone."""
+    inside = c.start + np.arange(c.length)[:, None] - x.at < local_window(c.end)
+    rows = x.p.mean(axis=(0, 1)), (inside * x.p).mean(axis=(0, 1))
+    return policy_row(*rows, x.at, c.end)
 
 
 def hit_again(c: Chunk, name: Name, x: Held) -> np.ndarray:
@@ -322,7 +331,7 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "kvzip": every(lambda c, name, x: x.before),
     "speckv": every(lambda c, name, x: x.before),
     "epicache": every(lambda c, name, x: x.before),
-    "fastgen": every(lambda c, name, x: policy_row(x.p.mean(axis=(0, 1)), x.at, c.end)),
+    "fastgen": every(by_policy),
     "ems": every(global_local),
     "r-kv": every(lambda c, name, x: x.p[:, -8:].mean(axis=0).sum(axis=0) / 8),
     "predicted-reads": every(predicted),

@@ -159,29 +159,43 @@ def global_local(p: Prompt) -> Scores:
     return result
 
 
-def policy_row(mass: np.ndarray, at: np.ndarray, end: int) -> np.ndarray:
+def local_window(end: int) -> int:
+    """Newest positions that FastGen's local policy keeps."""
+    return math.floor(np.float32(0.3) * end)
+
+
+def policy_row(mass: np.ndarray, near: np.ndarray, at: np.ndarray, end: int) -> np.ndarray:
     """FastGen of a head's keys by mean attention: that of what its policy keeps, −1/a of the rest.
 
     The first of: the first 4 positions; and 30 % of the keys, the most read; and the newest 30 % of
-    `end` positions; all; that has 0.9 of the attention.
+    `end` positions; all; that has 0.9 of the attention, of which `near` is what queries pay keys
+    inside a window of that size.
     """
     special = {j for j in range(len(at)) if at[j] < 4}
     others = sorted(set(range(len(at))) - special, key=lambda j: (-mass[j], j))
     frequent = special | set(others[: math.floor(np.float32(0.3) * len(at))])
-    newest = end - math.floor(np.float32(0.3) * end)
-    local = frequent | {j for j in range(len(at)) if at[j] >= newest}
+    local = frequent | {j for j in range(len(at)) if at[j] >= end - local_window(end)}
     chosen = set(range(len(at)))
-    for policy in (special, frequent, local):
-        if sum(mass[j] for j in policy) >= 0.9:
+    whole = {j: mass[j] for j in frequent}
+    for policy, read in (
+        (special, sum(mass[j] for j in special)),
+        (frequent, sum(whole.values())),
+        (local, sum(whole.get(j, near[j]) for j in range(len(at)))),
+    ):
+        if read >= 0.9:
             chosen = policy
             break
     return np.array([m if j in chosen else -1 / max(m, 1e-30) for j, m in enumerate(mass)])
 
 
 def by_policy(p: Prompt) -> Scores:
-    at = np.arange(p.length)
-    return {name: policy_row(row / p.group / p.length, at, p.length)
-            for name, row in h2o_scores(p).items()}  # fmt: skip
+    at, result = np.arange(p.length), {}
+    inside = at[:, None] - at < local_window(p.length)
+    for layer, head in p.names:
+        paid = np.mean([p.attention[layer][g] for g in p.of_group(head)], axis=0)
+        rows = paid.mean(axis=0), (inside * paid).mean(axis=0)
+        result[layer, head] = policy_row(*rows, at, p.length)
+    return result
 
 
 def newest_query(p: Prompt) -> Scores:
@@ -192,13 +206,14 @@ def newest_query(p: Prompt) -> Scores:
 
 
 def often_important(p: Prompt) -> Scores:
-    """How many of the last 400 queries give a key 1/n or more, n the keys they see."""
+    """Less than nothing: of how many of the last 400 queries a key that they see gets less than
+    1/n, n the keys they see."""
     result = {}
     for layer, head in p.names:
         counts = np.zeros((p.group, p.length))
         for row, g in zip(counts, p.of_group(head), strict=True):
             for i in last(p, 400):
-                row[: i + 1] += p.attention[layer][g][i, : i + 1] * (i + 1) >= 1 - 1e-6
+                row[: i + 1] -= p.attention[layer][g][i, : i + 1] * (i + 1) < 1 - 1e-6
         result[layer, head] = counts.mean(axis=0)
     return result
 

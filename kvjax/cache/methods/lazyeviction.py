@@ -5,6 +5,7 @@ between two hits, KVs are ranked by 2σ(−(t − TS) / MRI) + 2σ(−1 / MRI); 
 the 80th percentile of the intervals. That the two terms are added, and the size kept, are not
 confirmed; a KV without a hit counts as hit at its own position, intervals as at least 1. Decode
 steps go on noting hits, those of the summed attention of a group, which is all that a step tells.
+Of a prompt that runs in parts the hits of the last part's queries are known alone.
 """
 
 import dataclasses

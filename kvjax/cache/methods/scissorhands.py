@@ -1,14 +1,14 @@
 """Scissorhands (Liu et al. 2023): what was important often will be important again.
 
-Over the last 400 queries it counts how often a KV gets less than an even share of a query's
-attention; the KVs that are most often so unimportant go, the newest 10 stay. Each head keeps as
-much, and counts of the query heads are averaged. The original gives later layers more cache by
-weights that its paper does not list (`WeightedLayers`). Known from a third party's code
+Over the last 400 queries it counts how often a KV misses, that is, gets less than an even share of
+the attention of a query that sees it; the KVs that miss most often go, the newest 10 stay. Each
+head keeps as much, and counts of the query heads are averaged. The original gives later layers more
+cache by weights that its paper does not list (`WeightedLayers`). Known from a third party's code
 (cold-compress) only.
 
-Decode steps go on counting. Hits are kept in nine parts of 50 steps, of which the oldest goes as a
-whole, so while decoding the last 400 to 450 steps count; and a step's hit is one of the mean
-attention of a group, which is all that a step tells.
+Decode steps go on counting. What is counted is kept in nine parts of 50 steps, of which the oldest
+goes as a whole, so while decoding the last 400 to 450 steps count; and a step counts for a group by
+its mean attention, which is all that a step tells.
 """
 
 import dataclasses
@@ -35,34 +35,34 @@ from kvjax.cache.policy.score import (
 from kvjax.kernels import window_metrics
 
 PARTS = 9
-"""Parts of a window and a bit, whose hits are counted apart."""
+"""Parts of a window and a bit, whose misses are counted apart."""
 
 
 @dataclasses.dataclass(frozen=True)
-class CountHits(DecodeRule):
-    """Counts the steps that give a KV an even share of their attention."""
+class CountMisses(DecodeRule):
+    """Counts the steps that give a KV less than an even share of their attention."""
 
     steps: int
     """Steps of a part."""
 
     power: ClassVar[int] = 1
     into: ClassVar[str] = "received"
-    planes: ClassVar[tuple[Plane, ...]] = (Plane("received"), Plane("hits", width=PARTS))
+    planes: ClassVar[tuple[Plane, ...]] = (Plane("received"), Plane("misses", width=PARTS))
 
     def after(self, planes: Planes, step: StepView, artefacts: Artefacts) -> Planes:
-        at = step.rows(planes["hits"].shape[0])
+        at = step.rows(planes["misses"].shape[0])
         given = planes["received"].at[at].get(mode="fill", fill_value=0)[..., 0]
         share = step.group / jnp.maximum(step.context_len, 1)
-        hit = (given >= share[..., None, None]).astype(jnp.float32) * step.group
+        miss = (given < share[..., None, None]).astype(jnp.float32) * step.group
         part = step.position // self.steps % PARTS
         now = jax.nn.one_hot(part, PARTS, dtype=jnp.float32)
         fresh = (step.position % self.steps == 0)[:, None] & (now > 0)
-        hits = planes["hits"].at[at].get(mode="fill", fill_value=0)
-        hits = jnp.where(fresh[:, None, None, None], 0, hits)
-        hits = hits + hit[..., None] * now[:, None, None, None]
+        misses = planes["misses"].at[at].get(mode="fill", fill_value=0)
+        misses = jnp.where(fresh[:, None, None, None], 0, misses)
+        misses = misses + miss[..., None] * now[:, None, None, None]
         return {
             **planes,
-            "hits": planes["hits"].at[at].set(hits, mode="drop"),
+            "misses": planes["misses"].at[at].set(misses, mode="drop"),
             # For the next step, which adds to it.
             "received": planes["received"].at[at].set(0.0, mode="drop"),
         }
@@ -70,7 +70,8 @@ class CountHits(DecodeRule):
 
 @dataclasses.dataclass(frozen=True)
 class OftenImportant(Scorer):
-    """How many of the last queries give a KV an even share or more, the mean over a group."""
+    """How many of the last queries give a KV less than an even share, the mean over a group; less
+    than nothing: those that miss least count most."""
 
     window: int = 400
 
@@ -88,12 +89,13 @@ class OftenImportant(Scorer):
 
     @property
     def decode(self) -> DecodeRule:
-        return CountHits(self.steps)
+        return CountMisses(self.steps)
 
     def score(self, view: LayerView, artefacts: Artefacts) -> Scores:
         current = (view.end - 1) // self.steps
+        group = view.q.shape[1] // view.num_heads
 
-        def hits_of(part):
+        def misses_of(part):
             index = part * self.steps + jnp.arange(self.steps, dtype=jnp.int32) - view.start
             counts = (index >= jnp.maximum(view.length - self.window, 0)) & (index < view.length)
             given = window_metrics(
@@ -104,13 +106,16 @@ class OftenImportant(Scorer):
                 power=1,
                 above=1.0,
             )
-            return jnp.sum(given.reshape(view.num_heads, -1, view.k.shape[0]), axis=1)
+            hits = jnp.sum(given.reshape(view.num_heads, group, -1), axis=1)
+            sees = (view.start + index >= view.key_position[..., None]) & counts
+            seen = jnp.sum(sees, axis=-1, dtype=jnp.int32)
+            return jnp.where(view.keys_from(0), group * seen - hits, 0)
 
         part = current - jnp.arange(PARTS, dtype=jnp.int32)
-        hits = jax.lax.map(hits_of, part)
-        group = view.q.shape[1] // view.num_heads
-        hits = jnp.zeros_like(hits).at[part % PARTS].set(hits)
-        return Scores(jnp.sum(hits, axis=0) / group, state={"hits": jnp.moveaxis(hits, 0, -1)})
+        misses = jax.lax.map(misses_of, part)
+        misses = jnp.zeros_like(misses).at[part % PARTS].set(misses)
+        kept = {"misses": jnp.moveaxis(misses, 0, -1)}
+        return Scores(-jnp.sum(misses, axis=0) / group, state=kept)
 
     def rank(
         self,
@@ -119,13 +124,13 @@ class OftenImportant(Scorer):
         position: Int32[Array, "*rows T"],
         seq_len: Int32[Array, "*rows"],
     ) -> Float[Array, "*rows T"]:
-        return jnp.sum(state["hits"], axis=-1) if "hits" in state else metric
+        return -jnp.sum(state["misses"], axis=-1) if "misses" in state else metric
 
 
 METHODS = (
     Method(
         "scissorhands",
-        "how many of the last 400 queries gave a KV an even share or more",
+        "how few of the last 400 queries gave a KV less than an even share",
         OftenImportant(),
         allocator=ByLayer(),
         protected=10,

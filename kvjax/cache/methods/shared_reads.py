@@ -1,4 +1,4 @@
-"""Our own, the default: what any head reads at the prompt's end stays in all heads.
+"""Our own: what any head reads at the prompt's end stays in all heads.
 
 The last 4 queries say which tokens any head of any layer reads, and all heads keep the 10 that are
 read most; the rest of a head's budget goes by its own attention from the last 8 queries and by a

@@ -24,7 +24,7 @@ def window_metrics(
     query_position: Int32[Array, " w"],
     key_position: Int32[Array, " T"] | Int32[Array, "T H"] | None = None,
     power: int = 2,
-    excluded_distance: int = 0,
+    excluded_distance: int | Int32[Array, ""] = 0,
     query_weight: Float[Array, " w"] | None = None,
     above: float | None = None,
     log_sum: Float[Array, "Hr w"] | None = None,
@@ -44,7 +44,7 @@ def window_metrics(
         key_position: token position of each key, per KV head or for all; −1 for an unwritten one;
             0 … T−1 by default. A query sees the keys up to its own position.
         power: 1 (sum) or 2 (sum of squares).
-        excluded_distance: a pair counts only if query − key ≥ this.
+        excluded_distance: a pair counts only if query − key ≥ this; an array with "xla" alone.
         query_weight: what each query counts; 1 by default.
         above: count the queries that give a key at least this times an even share, 1 / keys seen,
             in place of summing p.

@@ -49,7 +49,7 @@ def window_metrics(
     query_position: Int32[Array, " w"],
     key_position: Int32[Array, "T H"],
     power: int,
-    excluded_distance: int,
+    excluded_distance: int | Int32[Array, ""],
     query_weight: Float[Array, " w"] | None,
     above: float | None,
     scale: float,
