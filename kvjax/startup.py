@@ -10,7 +10,9 @@ printed and forgotten. So `kvjax` calls `guard` before all else, and a script's 
 
 From then on a signal ends the process at once, with one word and the exit code that shells give
 it, until `started` says that there may be something to lose. After that it raises
-KeyboardInterrupt, again where nobody was told of it. Imports nothing that takes time.
+KeyboardInterrupt, again where nobody was told of it. What is compiled or computed in one call, for
+minutes maybe, hears of no signal before it returns: there a second one ends the process at once.
+Imports nothing that takes time.
 """
 
 import _thread
@@ -24,8 +26,13 @@ from typing import NoReturn
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
+PATIENCE_SECONDS = 1.0
+"""Signals that follow each other faster are one: a shell and a parent may both send it."""
+
 _raised = 0
 """The signal that has raised an exception; 0 for none."""
+_handled = 0
+"""Signals that the main thread has come to."""
 at_once = False
 """Whether a command that goes wrong ends without what libraries do at exit."""
 
@@ -47,6 +54,8 @@ def guard(name: str = "__main__") -> None:
 
 def started() -> None:
     """Slow imports are done: from now on a signal raises KeyboardInterrupt or `Terminated`."""
+    if _leave in map(signal.getsignal, WORDS):
+        _listen()
     _replace(_leave, _raise)
 
 
@@ -89,9 +98,35 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
         os._exit(128 + number)
 
 
+def _listen() -> None:
+    """Have a thread hear of signals, too, when the main one does not come to its handler."""
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    # A child's signals are its own.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    _thread.start_new_thread(_hear, (heard,))
+
+
+def _hear(heard: int) -> None:
+    first, handled = float("-inf"), -1
+    while number := os.read(heard, 1):
+        # Whoever has put another handler in the place of this module's hears in its own time.
+        if signal.getsignal(number[0]) is not _raise:
+            continue
+        now = time.monotonic()
+        if now - first >= PATIENCE_SECONDS and handled == _handled:
+            # The main thread may be about to.
+            time.sleep(PATIENCE_SECONDS / 2)
+            if handled == _handled:
+                _leave(number[0], None)
+        if handled != _handled:
+            first, handled = now, _handled
+
+
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    global _raised
-    _raised = number
+    global _raised, _handled
+    _raised, _handled = number, _handled + 1
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 

@@ -304,6 +304,46 @@ def test_modules_that_are_imported_take_over_no_signals():
     assert [signal.getsignal(number) for number in startup.WORDS] == before
 
 
+LONG_CALL = """
+import hashlib, sys, time
+from kvjax.startup import guard, started
+guard()
+started()
+print("begins", flush=True)
+try:
+    if sys.argv[1] == "deaf":
+        hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000_000)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("heard", flush=True)
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("heard again", flush=True)
+"""
+
+
+@pytest.mark.parametrize("deaf", [True, False])
+def test_a_second_signal_ends_what_hears_of_none(deaf):
+    """One call that computes for minutes; whoever hears of signals is not cut off by them."""
+    command = [sys.executable, "-c", LONG_CALL, "deaf" if deaf else "hears"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        try:
+            assert process.stdout.readline() == "begins\n"
+            time.sleep(0.2)
+            for _ in range(2):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(1.5)
+            said, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    if deaf:
+        assert (said, error, process.returncode) == ("", "terminated\n", 143)
+    else:
+        assert (said, error, process.returncode) == ("heard\nheard again\n", "", 0)
+
+
 @pytest.mark.skipif(not os.path.exists(FULL), reason=f"needs Linux: {FULL}")
 def test_text_that_stdout_does_not_take_is_not_lost(tiny_folder, capsys):
     arguments = ["--weights", str(tiny_folder), "--ignore-eos", "--max-new-tokens", "6"]
