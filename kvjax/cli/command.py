@@ -58,6 +58,19 @@ def check_output_file(option: str, name: str | os.PathLike[str]) -> None:
         raise UserError(f"{option} {shown(name)}: {error.strerror}") from error
 
 
+def make_folder(option: str, path: Path) -> None:
+    """Make a folder for pictures, before anything slow, unless it is there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"{option} {shown(str(path))}: cannot make the folder: {why}") from error
+
+
 def check_apart(option: str, path: Path, other: str, others: Path) -> None:
     """Refuse, before anything slow, an output that another file of the command would be lost to.
 

@@ -161,16 +161,17 @@ def _read_text(name: str) -> str:
         with sys.stdin.buffer if name == "-" else open(name, "rb") as stream:
             data = stream.read(MOST_PROMPT_BYTES + 1)
         if len(data) > MOST_PROMPT_BYTES:
-            raise UserError(f"{name} is longer than {MOST_PROMPT_BYTES >> 20} MB: shorten it")
-        return data.decode()
+            raise UserError(f"{name!r} is longer than {MOST_PROMPT_BYTES >> 20} MB: shorten it")
+        # Some editors put a mark before the text.
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{name} is not UTF-8 (byte {error.start}): convert it, for instance with iconv"
+            f"{name!r} is not UTF-8 (byte {error.start}): convert it, for instance with iconv"
         ) from error
     except IsADirectoryError as error:
-        raise UserError(f"{name} is a folder: give a text file") from error
+        raise UserError(f"{name!r} is a folder: give a text file") from error
     except OSError as error:
-        raise UserError(f"cannot read {name}: {error.strerror}") from error
+        raise UserError(f"cannot read {name!r}: {error.strerror}") from error
 
 
 def tokenise(options: argparse.Namespace, tokenizer: Any) -> list[int]:
@@ -196,11 +197,17 @@ def tell_reached_rate(compression: Any, prompt_tokens: int, block_size: int) -> 
     if rate is None or not differs(rate, reached):
         return
     cap = compression.cap(prompt_tokens, block_size)
-    budget = f"of {cap} tokens" if cap is not None else "that holds all of it"
+    if cap is None:
+        print(
+            f"warning: rate {rate:g}: method {compression.method} evicts nothing: leave one of "
+            "them out",
+            file=sys.stderr,
+        )
+        return
     print(
         f"warning: this prompt of {prompt_tokens} tokens is compressed {reached:.1f} times, not "
-        f"{rate:g}: a rate gives it a budget {budget}, at least {compression.floor} and in whole "
-        f"blocks of {block_size}; --max-cache-tokens sets it",
+        f"{rate:g}: a rate gives it a budget of {cap} tokens, at least {compression.floor} and in "
+        f"whole blocks of {block_size}; --max-cache-tokens sets it",
         file=sys.stderr,
     )
 
@@ -395,10 +402,16 @@ def make_engine(
     compression, sampling = settings_of(options)
     limit = options.context_length or model.config.max_position_embeddings
     if prompt_tokens + sampling.max_tokens > limit:
+        room, rest = limit - sampling.max_tokens, limit - prompt_tokens
+        if room > 0:
+            way = f"shorten the prompt to {room} tokens"
+        elif rest > 0:
+            way = f"give at most --max-new-tokens {rest}"
+        else:
+            way = "shorten the prompt and give fewer --max-new-tokens"
         raise UserError(
             f"the prompt has {prompt_tokens} tokens and {sampling.max_tokens} may follow, but the "
-            f"context of {model.config.name} is {limit}: shorten the prompt to "
-            f"{max(0, limit - sampling.max_tokens)} tokens or give --context-length"
+            f"context of {model.config.name} is {limit}: {way} or give --context-length"
         )
     spec = cache_spec(model, cache_dtype=options.cache_dtype)
     config = sizes_of(options, prompt_tokens + sampling.max_tokens)

@@ -183,6 +183,8 @@ def run(options: argparse.Namespace) -> int:
     protocols = choose_protocols(options.protocols)
     check_rows(options)
     check_whole("--details", options.details, 0)
+    if options.batch is not None:
+        check_whole("--batch", options.batch, 1)
     check_draft(options, [get_method(variant.method) for variant in variants])
     config = EvaluatorConfig(
         block_size=USUAL_BLOCK if options.block_size is None else options.block_size,

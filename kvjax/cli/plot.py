@@ -12,6 +12,8 @@ and values have several types (bytes-*), needles by depth (needle-*), KVs kept b
 import argparse
 from pathlib import Path
 
+from kvjax.cli.command import make_folder
+from kvjax.cli.rows import split_list
 from kvjax.errors import UserError
 
 
@@ -42,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if not rows:
         raise UserError(f"{options.results} holds no result")
     if options.methods is not None:
-        wanted = [name.strip() for name in options.methods.split(",")]
+        wanted = split_list("methods", options.methods)
         held = dict.fromkeys(row["method"] for row in rows)
         if missing := [name for name in wanted if name not in held]:
             raise UserError(f"{options.results} has no {missing[0]}; it has {', '.join(held)}")
@@ -52,10 +54,7 @@ def run(options: argparse.Namespace) -> int:
     if options.rate is not None and options.rate not in rates:
         raise UserError(f"no results at rate {options.rate:g}; there are {rates}")
     rate = options.rate or (rates[len(rates) // 2] if rates else 1.0)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {options.out}: {error.strerror}") from error
+    make_folder("--out", options.out)
     written = []
     for protocol in dict.fromkeys(row["protocol"] for row in rows):
         own = [row for row in rows if row["protocol"] == protocol]

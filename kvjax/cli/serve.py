@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -251,15 +252,27 @@ def allowed_hosts(options: argparse.Namespace, keyed: bool) -> tuple[str, ...] |
     of another site may let its own lead here, and would be answered.
 
     Raises:
-        UserError: none is given.
+        UserError: none is given, or what no client can ask for.
     """
+    from kvjax.checks import shown
+    from kvjax.serve.guard import host_name
+
     given, host = options.allowed_hosts, options.host.lower()
     alone = not keyed and (host in LOOPBACK or host.startswith("127."))
-    if given == "*" or (given is None and not alone):
+    listed = [name.strip() for name in (given or "").split(",") if name.strip()]
+    if "*" in listed or (given is None and not alone):
         return None
-    named = [name.strip().lower() for name in (given or "").split(",") if name.strip()]
-    if given is not None and not named:
+    if given is not None and not listed:
         raise UserError("--allowed-hosts is empty: give names, or * for any")
+    named = []
+    for name in listed:
+        # An address of IPv6 may come without the brackets that it has in a URL.
+        bare = name.count(":") > 1 and not name.startswith("[")
+        named.append(host_name(f"[{name}]" if bare else name))
+        if not named[-1] or any(letter in "/*" or letter.isspace() for letter in name):
+            raise UserError(
+                f"--allowed-hosts {shown(name)}: give names as in a.example,b.example, or * for any"
+            )
     return tuple(dict.fromkeys([*LOOPBACK, host, *named]))
 
 
@@ -282,13 +295,18 @@ def warm_up_lengths(options: argparse.Namespace, max_len: int) -> list[int]:
     return [check_whole("--warm-up", n, 1, max_len) for n in lengths if n != 0]
 
 
-def curl_line(url: str, model: str, keyed: bool) -> str:
-    """A line that asks the server something."""
-    key = f" -H 'Authorization: Bearer '\"${KEY_VARIABLE}\"" if keyed else ""
+def key_words(options: argparse.Namespace) -> str:
+    """What stands for a key in a shell: no key is printed."""
+    return "$KEY" if options.api_key is not None else f"${{{KEY_VARIABLE}%%,*}}"
+
+
+def curl_line(url: str, model: str, key: str | None = None) -> str:
+    """A line for a shell that asks the server something, with what stands for the key there."""
+    sent = f' -H "Authorization: Bearer {key}"' if key is not None else ""
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
     return (
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"-d '{json.dumps(body)}'"
+        f"curl {shlex.quote(f'{url}/v1/chat/completions')} -H 'Content-Type: application/json'"
+        f"{sent} -d {shlex.quote(json.dumps(body))}"
     )
 
 
@@ -405,7 +423,8 @@ def _serve(
     def started() -> None:
         print(f"memory: {llm.llm.plan}", file=sys.stderr)
         print(f"{service.name} at {url}/v1, its page at {url}/", file=sys.stderr)
-        print(f"try: {curl_line(url, service.name, bool(settings.api_keys))}", file=sys.stderr)
+        key = key_words(options) if settings.api_keys else None
+        print(f"try: {curl_line(url, service.name, key)}", file=sys.stderr)
         sys.stderr.flush()
 
     async def main() -> int:

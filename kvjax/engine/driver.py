@@ -185,16 +185,12 @@ class Driver(threading.Thread):
                 self._notify()
                 when_ended = None
         if closing == "abort":
-            # At once: a call that is under way may wait for requests.
-            self._abort()
+            # Not by the thread: a call that is under way there may wait for them.
+            for name in list(self._llm.engine.intake.open):
+                with contextlib.suppress(UserError):
+                    self._llm.abort(name)
         if when_ended is not None:
             when_ended()
-
-    def _abort(self) -> None:
-        """Have all open requests end."""
-        for name in list(self._llm.engine.intake.open):
-            with contextlib.suppress(UserError):
-                self._llm.abort(name)
 
     def run(self) -> None:
         try:
@@ -250,8 +246,6 @@ class Driver(threading.Thread):
                     future.set_result(function())
                 except BaseException as error:
                     future.set_exception(error)
-        if self.closing == "abort":
-            self._abort()
         try:
             if self._llm.has_unfinished():
                 self._llm.step()

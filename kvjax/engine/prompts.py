@@ -42,8 +42,20 @@ def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     if tokens.size == 0:
         raise UserError("the prompt is empty: give at least one token")
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise UserError(f"the prompt is {type(prompt).__name__}: give a text or token ids")
-    wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if wrong.size:
-        raise UserError(f"token id {wrong[0]} of the prompt: give ids from 0 to {vocab_size - 1}")
+        wrong = _beyond_arrays(prompt, vocab_size)
+        if wrong is None:
+            raise UserError(f"the prompt is {type(prompt).__name__}: give a text or token ids")
+    else:
+        wrong = next(iter(tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()), None)
+    if wrong is not None:
+        raise UserError(
+            f"token id {shown(wrong)} of the prompt: give ids from 0 to {vocab_size - 1}"
+        )
     return tokens.astype(np.int32)
+
+
+def _beyond_arrays(prompt: Any, vocab_size: int) -> int | None:
+    """The first wrong id of whole numbers that no array of them holds, None for anything else."""
+    if not isinstance(prompt, list | tuple) or any(type(token) is not int for token in prompt):
+        return None
+    return next((token for token in prompt if not 0 <= token < vocab_size), None)

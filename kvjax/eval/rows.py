@@ -78,6 +78,8 @@ class Row:
         for field, least in (("length", 0), ("max_new_tokens", 1)):
             if getattr(self, field) < least:
                 raise ValueError(f"{field} {getattr(self, field)} is less than {least}")
+        if self.depth is not None and not 0 <= self.depth <= 1:
+            raise ValueError(f"depth {shown(self.depth)} is not from 0 to 1")
         check_metric(self.metric)
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 import kvjax
 from kvjax.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from kvjax.serve.errors import ApiError, json_response, of_validation
+from kvjax.serve.errors import ApiError, json_response, no_json, of_validation
 from kvjax.serve.guard import Guard
 from kvjax.serve.jobs import (
     Job,
@@ -26,6 +26,7 @@ from kvjax.serve.jobs import (
     prompts_of,
     render,
     samplings_of,
+    source_of,
 )
 from kvjax.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvjax.serve.schema import Request as Body
@@ -77,6 +78,9 @@ def _add_errors(app: FastAPI) -> None:
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400:
+            # A body that could not be read: bytes that are no text, too deep, too long a number.
+            return await known(request, no_json())
         message = f"{request.method} {request.url.path[:100]}: {error.detail}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 
@@ -151,7 +155,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
             assert body.prompt is not None
             return tokenizer.encode(body.prompt, body.add_special_tokens and tokenizer.adds_bos)
 
-        found = await service.in_thread(tokens)
+        param = "prompt" if body.messages is None else "messages"
+        found = await service.in_thread(param, tokens)
         return json_response(
             {"tokens": found, "count": len(found), "max_model_len": service.llm.llm.max_len}
         )
@@ -165,7 +170,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         if wrong is not None:
             raise ApiError(400, f"token {str(wrong)[:20]}: give ids from 0 to {most - 1}",
                            param="tokens")  # fmt: skip
-        text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
+        text = await service.in_thread("tokens", service.tokenizer.decode, body.tokens, False)
         return json_response({"prompt": text})
 
 
@@ -178,20 +183,18 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         check_offered(body)
         compression = compression_of(body, service.llm.llm.compression, service.methods)
-        found = await service.in_thread(prompts)
+        source = source_of(body)
+        found = await service.in_thread(source, prompts)
         max_len, settings = service.llm.llm.max_len, service.settings
         tokens = min(max_tokens_of(body, len(prompt), max_len, settings) for prompt in found)
         most = settings.max_choices // len(found)
         if most < 1:
             raise ApiError(400, f"prompt has {len(found)} prompts: give at most "
                            f"{settings.max_choices}", param="prompt")  # fmt: skip
-        try:
-            samplings = samplings_of(body, tokens, most)
-        except kvjax.UserError as error:
-            raise ApiError(400, str(error)) from error
+        samplings = samplings_of(body, tokens, most)
         detail = body.kvjax is not None and body.kvjax.detail
         deadline, shortens = deadline_of(body.kvjax, settings), asked_tokens(body)[1] is None
-        job = Job(found, samplings, compression, deadline, detail, shortens)
+        job = Job(found, samplings, compression, deadline, detail, source, shortens)
         running = service.begin(job)
         note(response_id=answer.id)
         if settings.log_prompts:

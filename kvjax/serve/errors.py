@@ -63,6 +63,11 @@ def json_response(
     return Response(text, status, headers, media_type="application/json")
 
 
+def no_json() -> ApiError:
+    """Of a body that cannot be read."""
+    return ApiError(400, "the body is no JSON: send one JSON object", code="invalid_json")
+
+
 def of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body."""
     first, *others = error.errors()
@@ -73,7 +78,7 @@ def of_validation(error: RequestValidationError) -> ApiError:
     name = path[0] if path else None
     path = [part for part in path if "[" not in part and part not in ("str", "int", "float")]
     if found["type"] == "json_invalid":
-        return ApiError(400, "the body is no JSON: send one JSON object", code="invalid_json")
+        return no_json()
     words = _WORDS.get(found["type"]) or found["msg"]
     value = "" if found["type"] == "missing" else f" {shown(found.get('input'))}"
     # Of a path that goes deep, also the field it ends at.

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvjax.checks import shown
 from kvjax.serve.errors import ApiError
 from kvjax.serve.logs import log
 from kvjax.serve.service import Service
@@ -130,10 +131,11 @@ class Guard:
 
 
 def host_name(given: str) -> str:
-    """The name in a Host header, in small letters, without a port and the brackets of IPv6."""
+    """The name in a Host header, in small letters, without a port, the brackets of IPv6 and the
+    dot that a full name may end in."""
     if given.startswith("["):
         return given[1:].partition("]")[0].lower()
-    return given.partition(":")[0].lower()
+    return given.partition(":")[0].removesuffix(".").lower()
 
 
 _CLOSE = {"Connection": "close"}
@@ -144,14 +146,20 @@ async def body_of(scope: Scope, headers: dict[bytes, bytes], receive: Receive, m
     """The whole body, if it is not too long and comes in time.
 
     Raises:
-        ApiError: it is not; or a body that is no JSON, as other sites' pages may send them.
+        ApiError: it is not; or a body that is no JSON, as other sites' pages may send them, or is
+            compressed.
     """
-    if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+    # No route takes a body by another method: the application says which it does take.
+    if scope["method"] != "POST":
         return b""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
         raise ApiError(415, "the body is not declared as JSON: send 'Content-Type: "
                        "application/json'", code="not_json", headers=_CLOSE)  # fmt: skip
+    coding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if coding not in (b"", b"identity"):
+        raise ApiError(415, f"Content-Encoding {shown(coding.decode('latin-1'))}: send the body as "
+                       "it is", param="Content-Encoding", headers=_CLOSE)  # fmt: skip
     told = headers.get(b"content-length", b"0")
     if told.isdigit() and int(told[:20]) > most:
         raise _too_long(most)

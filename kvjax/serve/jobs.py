@@ -1,13 +1,15 @@
 """From a request's body to what the engine is asked for."""
 
+import contextlib
 import dataclasses
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.config import AUTO, SIZES, as_method
+from kvjax.checks import shown
 from kvjax.engine import SamplingParams
 from kvjax.errors import UserError
 from kvjax.models.tokenizer import Tokenizer
@@ -16,7 +18,9 @@ from kvjax.serve.schema import ChatRequest, CompletionRequest, Extras, Message, 
 from kvjax.serve.settings import ServerSettings
 
 Tokens = list[int]
-_RESERVED = ("messages", "add_generation_prompt", "tools")
+_OWN = ("messages", "tools")
+_RESERVED = (*_OWN, "add_generation_prompt", "self")
+"""What a template's variables cannot be called: names of `Tokenizer.chat`'s own arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Job:
     compression: CompressionConfig
     deadline: float | None
     detail: bool
+    source: str
+    """The field that the prompts are from."""
     shortens: bool = False
     """Whether an answer may have fewer tokens than `samplings` say: no client asked for them."""
 
@@ -50,10 +56,9 @@ def render(
     """
     variables = dict(variables or {})
     if taken := [name for name in _RESERVED if name in variables]:
+        way = "give it as a field of its own" if taken[0] in _OWN else "leave it out"
         raise ApiError(
-            400,
-            f"chat_template_kwargs has {taken[0]!r}: give it as a field of its own",
-            param="chat_template_kwargs",
+            400, f"chat_template_kwargs has {taken[0]!r}: {way}", param="chat_template_kwargs"
         )
     if tools:
         if "tools" not in (tokenizer.chat_template or ""):
@@ -61,27 +66,52 @@ def render(
                            "them out, or serve a model that was taught to use tools",
                            param="tools")  # fmt: skip
         variables["tools"] = tools
-    return tokenizer.chat([_turn(message) for message in messages], **variables)
+    return tokenizer.chat([_turn(i, message) for i, message in enumerate(messages)], **variables)
 
 
-def _turn(message: Message) -> dict[str, Any]:
-    """A message as templates read it: one text, and the arguments of calls as mappings."""
+def _turn(number: int, message: Message) -> dict[str, Any]:
+    """A message as templates read it: one text, and the arguments of calls as mappings.
+
+    Raises:
+        ApiError: its calls have another form.
+    """
     turn = message.model_dump(exclude_unset=True)
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     turn["content"] = content or ""
+    where = f"messages.{number}.tool_calls"
     calls = turn.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                raise ApiError(
-                    400, "the arguments of a tool call are no JSON", param="messages"
-                ) from None
+    if calls is not None and not isinstance(calls, list):
+        raise _wrong_call(where, calls, "give a list of calls")
+    for i, call in enumerate(calls or []):
+        if not isinstance(call, dict):
+            raise _wrong_call(f"{where}.{i}", call, "give an object with a function")
+        function = call.get("function")
+        if function is None:
+            continue
+        if not isinstance(function, dict):
+            raise _wrong_call(f"{where}.{i}.function", function, "give its name and arguments")
+        if "arguments" in function:
+            _read_arguments(f"{where}.{i}.function.arguments", function)
     return turn
+
+
+def _read_arguments(where: str, function: dict[str, Any]) -> None:
+    """Make a mapping of a call's arguments, which clients give as JSON, or as an empty text."""
+    given = function["arguments"]
+    if given is None or (isinstance(given, str) and not given.strip()):
+        function["arguments"] = {}
+    elif isinstance(given, str):
+        # What cannot be read stays a text.
+        with contextlib.suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(function["arguments"])
+    if not isinstance(function["arguments"], dict):
+        raise _wrong_call(where, given, "give a JSON object, {} for no arguments")
+
+
+def _wrong_call(where: str, given: Any, way: str) -> ApiError:
+    return ApiError(400, f"{where} {shown(given)}: {way}", param="messages")
 
 
 def check_offered(body: Request) -> None:
@@ -115,6 +145,12 @@ def check_offered(body: Request) -> None:
         raise ApiError(400, "stream_options: they need stream=true", param="stream_options")
 
 
+def named(error: UserError, names: Collection[str]) -> str | None:
+    """The one of some names that an error begins with, as those of checks do."""
+    first = str(error).partition(" ")[0]
+    return first if first in names else None
+
+
 def samplings_of(body: Request, max_tokens: int, most: int) -> list[SamplingParams]:
     """How each choice of a prompt is sampled.
 
@@ -124,8 +160,8 @@ def samplings_of(body: Request, max_tokens: int, most: int) -> list[SamplingPara
         most: choices.
 
     Raises:
-        ApiError: too many choices; log-probabilities that were not switched on.
-        UserError: a value is out of range.
+        ApiError: too many choices; log-probabilities that were not switched on; a value is out
+            of range.
     """
     count = body.n or 1
     if count > most:
@@ -150,7 +186,10 @@ def samplings_of(body: Request, max_tokens: int, most: int) -> list[SamplingPara
         "ignore_eos": body.ignore_eos,
         "logprobs": logprobs,
     }
-    return [SamplingParams(**settings, seed=(seed + i) % 2**32) for i in range(count)]
+    try:
+        return [SamplingParams(**settings, seed=(seed + i) % 2**32) for i in range(count)]
+    except UserError as error:
+        raise ApiError(400, str(error), param=named(error, settings)) from error
 
 
 def compression_of(
@@ -194,6 +233,11 @@ def compression_of(
         raise ApiError(400, f"compression: {error}", param="compression") from error
 
 
+def source_of(body: Request) -> str:
+    """The field that the prompts are from."""
+    return "messages" if isinstance(body, ChatRequest) else "prompt"
+
+
 def asked_tokens(body: Request) -> tuple[str, int | None]:
     """The field that limits an answer's tokens, and what it says."""
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
@@ -213,6 +257,7 @@ def max_tokens_of(body: Request, prompt_len: int, max_len: int, settings: Server
         raise ApiError(
             400,
             f"the prompt has {prompt_len} tokens and the context is {max_len}: shorten it",
+            param=source_of(body),
             code="context_length_exceeded",
         )
     most = settings.max_tokens

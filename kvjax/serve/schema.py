@@ -85,6 +85,8 @@ class Request(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     # Known, and refused where they ask for something.
     frequency_penalty: float | int | None = None

@@ -17,13 +17,14 @@ from kvjax.cache.methods import METHODS
 from kvjax.engine import AsyncLLM, AsyncOutputs, RateWarning, RequestOutput
 from kvjax.errors import QueueFull, UserError
 from kvjax.serve.errors import ApiError
-from kvjax.serve.jobs import Job
+from kvjax.serve.jobs import Job, named
 from kvjax.serve.metrics import ServerMetrics
 from kvjax.serve.settings import ServerSettings
 
 MOST_RETRY = 60
 """Seconds after which a client is asked to come back, at most."""
 _RECENT = 64
+_COMPRESSION = frozenset(field.name for field in dataclasses.fields(CompressionConfig))
 TOKENISERS = 2
 """Threads that turn texts into tokens, so that a long one does not hold up the others."""
 
@@ -141,16 +142,23 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function returns that may take long and waits for no other thread."""
+    async def in_thread(self, param: str, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function returns that may take long and waits for no other thread.
+
+        Args:
+            param: the field that it reads.
+            function: it.
+            args: its arguments.
+
+        Raises:
+            ApiError: it refuses what it reads.
+        """
         loop = asyncio.get_running_loop()
         call = functools.partial(function, *args)
         try:
             return await loop.run_in_executor(self._threads, call)
-        except UserError as error:
-            raise ApiError(400, str(error)) from error
-        except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from error
+        except (UserError, ValueError) as error:
+            raise ApiError(400, str(error), param=param) from error
 
     def check_open(self) -> None:
         """Refuse requests when none is taken.
@@ -181,7 +189,8 @@ class Service:
         most = self.llm.llm.engine.intake.most
         if most is not None and job.choices > most:
             raise ApiError(400, f"{job.choices} sequences at once: this server runs and queues at "
-                           f"most {most}: ask for fewer")  # fmt: skip
+                           f"most {most}: ask for fewer",
+                           param="n" if len(job.samplings) > 1 else job.source)  # fmt: skip
         try:
             job = self._fitting(job)
             asked = [(prompt, sampling) for prompt in job.prompts for sampling in job.samplings]
@@ -198,7 +207,8 @@ class Service:
                 raise ApiError(429, f"the queue is full: {error}", code="queue_full",
                                headers=headers) from error  # fmt: skip
             self.check_open()
-            raise ApiError(400, str(error)) from error
+            param = "compression" if named(error, _COMPRESSION) else job.source
+            raise ApiError(400, str(error), param=param) from error
         self._open.add(choices)
         return Running(self, choices)
 

@@ -110,6 +110,9 @@ def test_a_prompt_file_and_stdin_are_the_prompt(tiny, tmp_path):
     from_option = tiny("--json")[1]
     from_file = tiny("--json", "--prompt-file", file, prompt=None)[1]
     assert json.loads(from_file)["text"] == json.loads(from_option)["text"]
+    file.write_text(TEXT, encoding="utf-8-sig")
+    marked = json.loads(tiny("--json", "--prompt-file", file, prompt=None)[1])
+    assert marked["prompt_tokens"] == json.loads(from_option)["prompt_tokens"]
 
 
 def test_the_same_seed_gives_the_same_text(tiny):
@@ -158,6 +161,11 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
         (("--prompt", ""), "prompt is empty"),
         (("--prompt", "x", "--prompt-file", "y"), "give one of them"),
         (("--prompt", "x" * 3000), "is 2048: shorten the prompt to 2036 tokens"),
+        (("--max-new-tokens", "100000000"), "is 2048: give at most --max-new-tokens 1412 or give"),
+        (
+            ("--max-new-tokens", "100000000", "--prompt", "x" * 3000),
+            "shorten the prompt and give fewer --max-new-tokens or give --context-length",
+        ),
         (("--pool-tokens", "16", "--rate", "2"), "needs"),
         (("--pool-tokens", "0"), "pool_tokens 0"),
         (("--block-size", "12"), "power of two"),
@@ -292,6 +300,10 @@ def test_a_rate_that_is_not_reached_is_told(tiny):
             assert f"not {rate}" in lines[0]
             assert "(5.0 reached)" in err
     assert "warning" not in tiny("--max-cache-tokens", 64)[2]
+    code, _, err = tiny("--rate", 8, "--method", "full")
+    assert code == 0
+    assert "warning: rate 8: method full evicts nothing: leave one of them out\n" in err
+    assert "budget" not in err
 
 
 @pytest.mark.parametrize(
@@ -325,6 +337,7 @@ def test_bad_files_get_one_line(tiny, tmp_path):
     latin.write_bytes("caf\xe9".encode("latin-1"))
     for name, says in (
         (tmp_path / "missing.txt", "No such file"),
+        ("", "cannot read '': No such file"),
         (tmp_path, "is a folder"),
         (latin, "not UTF-8"),
     ):

@@ -263,7 +263,7 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
         (("--protocols", "promt"), "no protocol 'promt'"),
         (("--length", "8"), "lengths (8,)"),
         (("--rows", "0"), "rows 0"),
-        (("--batch", "0"), "num_slots 0"),
+        (("--batch", "0"), "--batch 0: give a whole number from 1"),
         (("--free-tokens", "-1"), "free_tokens -1"),
         (("--data", "/no/such/folder"), "no such folder"),
         (("--haystack", "/no/such/text"), "there is no /no/such/text"),

@@ -1,5 +1,7 @@
 """`kvjax throughput` as its user meets it: results, tables, traces, bad input."""
 
+import argparse
+import dataclasses
 import functools
 import gzip
 import json
@@ -7,9 +9,11 @@ import sys
 
 import pytest
 
-from kvjax.cli import main_of
+from kvjax.cli import ArgumentParser, main_of
+from kvjax.cli import throughput as command
 from kvjax.cli.main import run_command
-from kvjax.cli.throughput import work
+from kvjax.cli.throughput import measure, remote, work
+from kvjax.errors import UserError
 from tests.tiny import TINY
 
 SMALL = ("--num-prompts", 6, "--output-len", 8, "--max-batch", 4, "--no-limits", "--no-warmup")
@@ -161,8 +165,26 @@ BAD = [
     (("--temperature", "nan"), "temperature nan"),
     (("--request-rate", "nan"), "--request-rate nan"),
     (("--request-rate", "0"), "--request-rate 0"),
+    (("--request-rate", "0.5"), "--request-rate 0.5: prompts of --input-len are submitted all at"),
     (("--seed", "-1"), "--seed -1"),
     (("--plot-dir", "x" * 5000), "File name too long"),
+    (("--plot-dir", __file__), "cannot make the folder: it is a file"),
+    (("--plot-dir", "/dev/null/plots"), "cannot make the folder: Not a directory"),
+    (
+        ("--input-len", "60", "100000"),
+        "a prompt of 100000 tokens and its answer of 8 are longer than the context of tiny",
+    ),
+    (("--input-len", "2041"), "give at most --input-len 2040 or give --context-length"),
+    (("--output-len", "3000"), "give an --output-len below 2048"),
+    (("--input-len", "60", "--context-length", "67"), "which is 67: give at most --input-len 59"),
+    (("--context-length", "0"), "--context-length 0"),
+    (("--prompt-file", ""), "cannot read --prompt-file '': No such file"),
+    (("--trace", ""), "cannot read --trace '': No such file"),
+    (("--server", "foo"), "give an address such as http://127.0.0.1:8000"),
+    (("--server", "ftp://foo"), "give an address such as http://127.0.0.1:8000"),
+    (("--server", "http://127.0.0.1:x"), "give an address such as http://127.0.0.1:8000"),
+    (("--server", "http://127.0.0.1:9", "--api-key", "schlüssel"), "--api-key (or KVJAX_API_KEY)"),
+    (("--server", "http://127.0.0.1:9", "--api-key", "a\nb"), "--api-key (or KVJAX_API_KEY)"),
     (("--out", "x" * 5000), "File name too long"),
     (("--out", "."), "--out '.'"),
     (("--trace", "x" * 5000), "File name too long"),
@@ -185,6 +207,102 @@ def test_bad_input_gets_one_line(throughput, arguments, says):
 
 LENGTHS = "prompt_tokens,output_tokens\n10,5\n"
 JSON = '{"timestamp": 0, "input_length": 37, "output_length": 4}\n'
+
+
+@pytest.mark.parametrize(("context", "lengths"), [(2048, [500, 1000]), (64, [500])])
+def test_usual_lengths_are_those_that_the_context_holds(context, lengths):
+    options = argparse.Namespace(input_len=None, output_len=100, context_length=None)
+    config = dataclasses.replace(TINY, max_position_embeddings=context)
+    assert measure.lengths_of(options, config) == lengths
+    options.context_length = 100_000
+    assert measure.lengths_of(options, config) == command.LENGTHS
+    options.input_len = [7]
+    assert measure.lengths_of(options, config) == [7]
+
+
+def test_requests_of_a_trace_fit_the_context(throughput, tmp_path):
+    trace = tmp_path / "a.csv"
+    trace.write_text(LENGTHS + "2040,9\n")
+    code, _, err = throughput(*SMALL, "--trace", trace)
+    assert code == 2
+    assert "a prompt of 2040 tokens and its answer of 9" in err
+    assert "shorten prompts to 2039 tokens or give --context-length" in err
+
+
+def test_the_folder_of_pictures_is_made(tmp_path):
+    parser = ArgumentParser()
+    command.add_options(parser)
+    folder = tmp_path / "new" / "plots"
+    command.check(parser.parse_args(["--plot-dir", str(folder)]))
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "sent"),
+    [(None, "k1,k2", "k1"), ("k3", "k1,k2", "k3"), ("k3,k4", "", "k3"), (None, None, None)],
+)
+def test_one_of_several_keys_is_sent(throughput, monkeypatch, option, variable, sent):
+    seen = []
+
+    def stop(remote, url, key):
+        seen.append(key)
+        raise UserError("enough")
+
+    monkeypatch.setattr(remote.Remote, "__init__", stop)
+    if variable is None:
+        monkeypatch.delenv("KVJAX_API_KEY", raising=False)
+    else:
+        monkeypatch.setenv("KVJAX_API_KEY", variable)
+    given = () if option is None else ("--api-key", option)
+    assert throughput("--server", "http://127.0.0.1:9", *given)[0] == 2
+    assert seen == [sent]
+
+
+def test_files_of_another_encoding_are_told(throughput, tmp_path):
+    binary = tmp_path / "a.csv"
+    binary.write_bytes(b"\x7fELF\xff\xfe" * 90)
+    code, _, err = throughput(*SMALL, "--trace", binary)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert line.endswith("a.csv is not UTF-8: give a CSV or JSONL file as text (or .gz)")
+    code, _, err = throughput(*SMALL, "--prompt-file", binary)
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert last.endswith("a.csv is not UTF-8: convert it, for instance with iconv")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path):
+    trace = tmp_path / "a.csv"
+    trace.write_text(LENGTHS, encoding="utf-8-sig")
+    assert work.read_trace(str(trace), 10) == [work.Arrival(0.0, 10, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.jsonl", '{"length": 5, "at": 1}\n', "it has length, at, which says no lengths: give "),
+        ("a.jsonl", "{}\n", "it has no fields, which says no lengths: give TIMESTAMP, Con"),
+        ("a.jsonl", '"input_length"\n', "'input_length' is no JSON object"),
+        ("a.jsonl", "x\n", "row 1: Expecting value"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 3}\n', "it has no output_length: give TIM"),
+        ("a.csv", LENGTHS.replace("10", "ten"), "prompt_tokens 'ten': give a whole number"),
+        ("a.csv", "ContextTokens,GeneratedTokens\n1,2\n", "it has no TIMESTAMP: give"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n",
+            "TIMESTAMP 'now': give a date and a time",
+        ),
+    ],
+)
+def test_what_a_trace_has_instead_is_told(tmp_path, name, text, says):
+    trace = tmp_path / name
+    trace.write_text(text)
+    with pytest.raises(UserError) as caught:
+        work.read_trace(str(trace), 10)
+    said = str(caught.value)
+    assert "row 1: " in said
+    assert says in said
+    assert "Error(" not in said
 
 
 @pytest.mark.parametrize(

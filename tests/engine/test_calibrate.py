@@ -44,7 +44,7 @@ from kvjax.errors import UserError
 from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
 from kvjax.models import load_model
 from tests.oracle.repetition import repetition_scores
-from tests.tiny import write_tiny
+from tests.tiny import TINY, write_tiny
 
 SETTINGS = CalibrationSettings(tokens=96, least_tokens=32, exercises=0)
 
@@ -263,7 +263,7 @@ def test_queries_are_those_before_rope(model, folder):
     and those of the tokens that are written down."""
     config, rng = model.config, np.random.default_rng(7)
     lengths, learned = (40, 25), run._Learned.empty(model)
-    teach = run._teacher(model, SETTINGS, 3)
+    teach = run._teacher(model, SETTINGS.tokens, 3)
     weights = load_file(folder / "model.safetensors")
     centre = size = 0.0
     written = set()
@@ -354,8 +354,41 @@ def test_texts_that_are_too_few_or_short_are_refused(model):
         calibrate(model, ["", "short", TEXTS[0]], SETTINGS)
 
 
+def test_texts_are_padded_to_the_longest_alone(model, monkeypatch):
+    """However many tokens they may have."""
+    seen = []
+
+    def stop(model, tokens, references):
+        seen.append(tokens)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_teacher", stop)
+    longest = max(len(text.encode()) for text in TEXTS)
+    for tokens in (96, 900):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, TEXTS, dataclasses.replace(SETTINGS, tokens=tokens))
+    assert seen[0] == 96
+    assert longest <= seen[1] < 900
+
+
+def test_a_context_holds_a_text_and_its_repetition(model):
+    request = len(request_tokens(model.tokenizer))
+    most = (TINY.max_position_embeddings - request) // 2
+    run._check_repeats(model, dataclasses.replace(SETTINGS, tokens=most))
+    context = f"the context of {model.config.name} is 2048"
+    says = f"tokens 100000: {context}, which .* repetition: give at most {most}$"
+    with pytest.raises(UserError, match=says):
+        calibrate(model, TEXTS, dataclasses.replace(SETTINGS, tokens=100_000))
+    with pytest.raises(UserError, match=rf"tokens {most + 1}: "):
+        calibrate(model, TEXTS, dataclasses.replace(SETTINGS, tokens=most + 1))
+    # What has no repetition is as long as the context at most.
+    run.chosen_prompts(model, TEXTS, dataclasses.replace(SETTINGS, tokens=2048))
+    with pytest.raises(UserError, match=f"tokens 2049: {context}: give at most 2048"):
+        run.chosen_prompts(model, TEXTS, dataclasses.replace(SETTINGS, tokens=2049))
+
+
 def test_a_fit_that_is_no_better_than_a_constant_is_none(model, monkeypatch):
-    def noise(model, settings, references):
+    def noise(model, tokens, references):
         rng = np.random.default_rng(1)
 
         def teach(ids, number):

@@ -44,6 +44,9 @@ BAD = [
     ([], {}, "the prompt is empty"),
     ([5, 97], {}, "token id 97"),
     ([-1], {}, "token id -1"),
+    ([10**30], {}, f"token id {10**30} of the prompt: give ids from 0 to 96"),
+    ([2**63, -1], {}, f"token id {2**63} of"),
+    ([10**5000], {}, "token id a value of type int of the prompt"),
     ([1] * 250, {"max_tokens": 7}, "the limit is 256"),
     (np.asarray([1.5]), {}, "give a text or token ids"),
 ]

@@ -181,9 +181,11 @@ def test_the_command_writes_every_picture(results, tmp_path, capsys):
     ("arguments", "says"),
     [
         (("--methods", "goood"), "has no goood; it has full, good, bad"),
+        (("--methods", ""), "--methods '': give at least one"),
         (("--rate", "3"), "no results at rate 3"),
         (("--methods", "full"), "nothing to draw"),
-        (("--out", "/dev/null/pictures"), "cannot make the folder"),
+        (("--out", "/dev/null/pictures"), "cannot make the folder: Not a directory"),
+        (("--out", __file__), "cannot make the folder: it is a file"),
         (("--format", "bmp"), "bmp"),
     ],
 )

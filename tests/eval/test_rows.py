@@ -121,6 +121,11 @@ def test_a_prompt_may_have_a_length_of_its_own():
         ({"length": True}, "length True is no whole number"),
         ({"length": -1}, "length -1 is less than 0"),
         ({"depth": "x"}, "depth 'x' is no number"),
+        ({"depth": float("nan")}, "depth nan is not from 0 to 1"),
+        ({"depth": float("inf")}, "depth inf is not from 0 to 1"),
+        ({"depth": 2}, "depth 2 is not from 0 to 1"),
+        ({"depth": -0.1}, "depth -0.1 is not from 0 to 1"),
+        ({"depth": 10**400}, "is not from 0 to 1"),
         ({"answers": "x"}, "answers 'x' is no list of texts"),
         ({"answers": ["x", 1]}, "is no list of texts"),
         ({"max_new_tokens": 0}, "max_new_tokens 0"),
@@ -130,6 +135,11 @@ def test_a_prompt_may_have_a_length_of_its_own():
 def test_malformed_rows_say_what_is_wrong(change, says):
     with pytest.raises(ValueError, match=says):
         row_from({**ROW, **change})
+
+
+@pytest.mark.parametrize("depth", [None, 0, 0.5, 1])
+def test_depths_lie_in_the_context(depth):
+    assert row_from({**ROW, "depth": depth}).depth == depth
 
 
 def test_missing_fields_and_other_values_are_refused():

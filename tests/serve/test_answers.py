@@ -7,6 +7,8 @@ from kvjax.cache import CompressionConfig
 from kvjax.engine import LLM, EngineConfig, SamplingParams
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import init_params
+from kvjax.serve.jobs import render
+from kvjax.serve.schema import Message
 from tests.serve.conftest import EOS, SIZES, USUAL, chat_tokenizer, events_of
 from tests.tiny import TINY
 
@@ -86,6 +88,25 @@ def test_a_chat_goes_through_the_template(client, llm):
     assert found["object"] == "chat.completion"
     without = chat(client, messages=messages, tools=tools, tool_choice="none", max_tokens=1)
     assert without["usage"]["prompt_tokens"] == len(text) - len("glad") - text.index("<system>")
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", None, "{}", {}])
+def test_a_call_may_have_had_no_arguments(arguments):
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turn = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    tokens = render(chat_tokenizer(template), [turn], None)
+    assert bytes(tokens) == b"{}"
+
+
+def test_fields_that_change_no_answer_are_taken(client):
+    body = {"prompt": LONG, "temperature": 0, "max_tokens": 4}
+    idle = {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
+        "safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+    }  # fmt: skip
+    assert complete(client, **body, **idle)["choices"] == complete(client, **body)["choices"]
 
 
 def test_a_stream_is_the_answer_in_parts(client):

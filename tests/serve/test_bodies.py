@@ -139,7 +139,15 @@ def test_who_a_server_is_asked_for_as(monkeypatch):
     # Whoever reaches it from elsewhere has other names for it, or a key.
     assert settings(monkeypatch, "--host", "0.0.0.0").hosts is None
     assert settings(monkeypatch, key="secret").hosts is None
-    assert settings(monkeypatch, "--allowed-hosts", "*").hosts is None
+    for given in ("*", "a.example, *"):
+        assert settings(monkeypatch, "--allowed-hosts", given).hosts is None
+    # As they may stand in a URL.
+    given = "a.example:80,B.example.,[fe80::1]:80,[::1],fe80::2,"
+    found = settings(monkeypatch, "--allowed-hosts", given).hosts
+    assert found == (*own, "a.example", "b.example", "fe80::1", "fe80::2")
+    for given in ("http://a.example", "a.example/v1", ":80", "[]:80", "*.example", "a b"):
+        with pytest.raises(UserError, match=r"--allowed-hosts '.*': give names as in"):
+            settings(monkeypatch, "--allowed-hosts", f"b.example,{given}")
     with pytest.raises(UserError, match="--allowed-hosts is empty"):
         settings(monkeypatch, "--allowed-hosts", ",")
     # A variable that somebody forgot to fill is no open server.
@@ -150,7 +158,8 @@ def test_who_a_server_is_asked_for_as(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "name"),
     [("localhost:8000", "localhost"), ("LOCALHOST", "localhost"), ("[::1]:8000", "::1"),
-     ("[::1]", "::1"), ("evil.example:8000", "evil.example"), ("", "")],
+     ("[::1]", "::1"), ("evil.example:8000", "evil.example"), ("b.example.", "b.example"),
+     ("b.example.:80", "b.example"), ("", "")],
 )  # fmt: skip
 def test_names_in_a_host_header(given, name):
     assert host_name(given) == name

@@ -1,6 +1,8 @@
 """`kvjax serve` as a command: what it refuses before it serves."""
 
 import argparse
+import json
+import subprocess
 
 import pytest
 
@@ -8,7 +10,14 @@ from kvjax import extras
 from kvjax.cache.methods.speckv import MOST_DRAFTED, Lookahead
 from kvjax.cli import Progress, main_of
 from kvjax.cli.main import main
-from kvjax.cli.serve import add_options, load_service, server_settings
+from kvjax.cli.serve import (
+    KEY_VARIABLE,
+    add_options,
+    curl_line,
+    key_words,
+    load_service,
+    server_settings,
+)
 from kvjax.serve import bind
 
 
@@ -43,6 +52,36 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
     find = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     assert refusal(capsys).endswith("kvjax serve needs uvicorn: pip install 'kvjax[serve]'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "key"),
+    [
+        ((), {}, None),
+        ((), {KEY_VARIABLE: "k1"}, "k1"),
+        ((), {KEY_VARIABLE: "k1,k2"}, "k1"),
+        (("--api-key", "secret,other"), {"KEY": "secret"}, "secret"),
+        (("--api-key", "secret"), {KEY_VARIABLE: "another", "KEY": "secret"}, "secret"),
+    ],
+)
+def test_the_line_to_try_works_in_a_shell(monkeypatch, arguments, variables, key):
+    for name in (KEY_VARIABLE, "KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    keys = server_settings(options).api_keys
+    line = curl_line("http://[::1]:80", "Ann's $model", key_words(options) if keys else None)
+    assert "secret" not in line
+    script = f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"
+    told = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    url, _, kind, *sent, _, body = told.stdout.splitlines()
+    assert url == "http://[::1]:80/v1/chat/completions"
+    assert kind == "Content-Type: application/json"
+    assert sent == ([] if key is None else ["-H", f"Authorization: Bearer {key}"])
+    assert json.loads(body)["model"] == "Ann's $model"
 
 
 def test_what_does_not_fit_the_model(capsys, tiny_folder, tmp_path):

@@ -80,8 +80,10 @@ def test_a_server_from_start_to_end(tiny_folder):
                 command = line.removeprefix("try: ").replace("curl ", "curl -sS --noproxy '*' ")
                 run = subprocess.run(
                     ["bash", "-c", command],
-                    capture_output=True, text=True, env={**os.environ, "KVJAX_API_KEY": "key-1"},
-                )  # fmt: skip
+                    capture_output=True,
+                    text=True,
+                    env={**os.environ, "KVJAX_API_KEY": "key-1,key-2"},
+                )
                 assert json.loads(run.stdout)["object"] == "chat.completion", run
             else:
                 assert "curl" in line

@@ -1,5 +1,6 @@
 """What is refused: one line of JSON in OpenAI's form, and a server that goes on."""
 
+import inspect
 import json
 import socket
 import threading
@@ -10,11 +11,28 @@ import pytest
 
 from kvjax.cache import CompressionConfig
 from kvjax.errors import UserError
+from kvjax.models.chat import ChatTemplate
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.serve import ServerSettings, bind
 from tests.serve.conftest import ONE, chat_tokenizer, events_of
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TURN = {"messages": [{"role": "user", "content": "hi"}]}
+TAKEN = sorted(
+    {
+        name
+        for function in (Tokenizer.chat, Tokenizer.render_chat, ChatTemplate.render)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+)
+"""Names that a variable of a template cannot have beside them."""
+
+
+def called_with(arguments) -> dict:
+    """A conversation in which a tool was called."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
 
 
 def refused(response: httpx.Response, status: int) -> dict:
@@ -35,24 +53,27 @@ def refused(response: httpx.Response, status: int) -> dict:
         (COMPLETE, {"prompt": ""}, "prompt", "empty"),
         (COMPLETE, {"prompt": []}, "prompt", "empty"),
         (COMPLETE, {"prompt": ["a", ""]}, "prompt", "empty"),
-        (COMPLETE, {"prompt": [300]}, None, "300"),
-        (COMPLETE, {"prompt": [10**30]}, None, "token"),
-        (COMPLETE, {"prompt": "a\ud800"}, None, "surrogate"),
+        (COMPLETE, {"prompt": [300]}, "prompt", "300"),
+        (COMPLETE, {"prompt": [97, 10**30]}, "prompt", f"token id {10**30} of the prompt"),
+        (COMPLETE, {"prompt": [[97], [2**63, -1]]}, "prompt", f"token id {2**63} of"),
+        (COMPLETE, {"prompt": "a\ud800"}, "prompt", "surrogate"),
         (COMPLETE, {"prompt": "a", "max_tokens": 0}, "max_tokens", "0"),
         (COMPLETE, {"prompt": "a", "max_tokens": "5"}, "max_tokens", "'5'"),
         (COMPLETE, {"prompt": "a", "max_tokens": True}, "max_tokens", "True"),
         (COMPLETE, {"prompt": "a", "max_tokens": 512}, "max_tokens", "512"),
-        (COMPLETE, {"prompt": "a" * 512}, None, "512"),
+        (COMPLETE, {"prompt": "a" * 512}, "prompt", "512"),
         (COMPLETE, {"prompt": "a", "temperature": -1}, "temperature", "-1"),
-        (COMPLETE, {"prompt": "a", "temperature": 1e39}, None, "temperature"),
+        (COMPLETE, {"prompt": "a", "temperature": 1e39}, "temperature", "1e+39"),
+        (COMPLETE, {"prompt": "a", "top_k": 10**12}, "top_k", "10"),
         (COMPLETE, {"prompt": "a", "top_p": 0}, "top_p", "0"),
         (COMPLETE, {"prompt": "a", "top_p": 1.5}, "top_p", "1.5"),
         (COMPLETE, {"prompt": "a", "n": 65}, "n", "65"),
         (COMPLETE, {"prompt": ["a"] * 65}, "prompt", "65"),
         (COMPLETE, {"prompt": ["a"] * 33, "n": 2}, "n", "2"),
         (COMPLETE, {"prompt": "a", "stop": ["x"] * 10_000}, "stop", "64"),
-        (COMPLETE, {"prompt": "a", "stop": ""}, None, "stop"),
-        (COMPLETE, {"prompt": "a", "stop": "x" * 5000}, None, "stop"),
+        (COMPLETE, {"prompt": "a", "stop": ""}, "stop", "''"),
+        (COMPLETE, {"prompt": "a", "stop": [""]}, "stop", "''"),
+        (COMPLETE, {"prompt": "a", "stop": "x" * 5000}, "stop", "xxx"),
         (COMPLETE, {"prompt": "a", "logprobs": 21}, "logprobs", "21"),
         (COMPLETE, {"prompt": "a", "echo": True}, "echo", "not offer"),
         (COMPLETE, {"prompt": "a", "best_of": 3}, "best_of", "not offer"),
@@ -74,14 +95,27 @@ def refused(response: httpx.Response, status: int) -> dict:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages", "text"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "5"),
-        (CHAT, {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-         "messages", "JSON"),
-        (CHAT, {"messages": [{"role": "a", "tool_calls":
-                              [{"function": {"arguments": "[" * 200_000}}]}]}, "messages", "JSON"),
+        (CHAT, {"messages": [{"role": "user", "content": "a\ud800"}]}, "messages", "surrogate"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 512}]}, "messages", "context"),
+        (CHAT, called_with("{"), "messages", "'{': give a JSON object"),
+        (CHAT, called_with("[" * 200_000), "messages", "give a JSON object"),
+        (CHAT, called_with("5"), "messages",
+         "messages.0.tool_calls.0.function.arguments '5': give a JSON object, {} for"),
+        (CHAT, called_with([5]), "messages", "arguments [5]: give a JSON object"),
+        (CHAT, {"messages": [{"role": "a", "tool_calls": 5}]}, "messages",
+         "messages.0.tool_calls 5: give a list"),
+        (CHAT, {"messages": [{"role": "a", "tool_calls": [5]}]}, "messages",
+         "messages.0.tool_calls.0 5: give an object"),
+        (CHAT, {"messages": [{"role": "a", "tool_calls": [{"function": 5}]}]}, "messages",
+         "messages.0.tool_calls.0.function 5: give its name"),
+        ("/tokenize", {"prompt": "a\ud800"}, "prompt", "surrogate"),
+        ("/tokenize", called_with("5"), "messages", "'5'"),
         (CHAT, {**TURN, "top_logprobs": 3}, "top_logprobs", "logprobs=true"),
         (CHAT, {**TURN, "response_format": {"type": "json_object"}}, "response_format", "offer"),
         (CHAT, {**TURN, "tool_choice": "required"}, "tool_choice", "offer"),
         (CHAT, {**TURN, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "own"),
+        *((CHAT, {**TURN, "chat_template_kwargs": {name: 1}}, "chat_template_kwargs", repr(name))
+          for name in TAKEN),
     ],
 )  # fmt: skip
 def test_bad_values_are_named(client, path, body, param, says):
@@ -96,20 +130,42 @@ def test_bad_values_are_named(client, path, body, param, says):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}",
-     b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": 1e999}'],
+    [b"", b"[]", b"null", b'{"prompt": "a", "temperature": NaN}',
+     b'{"prompt": "a", "temperature": 1e999}'],
 )  # fmt: skip
 def test_bodies_that_are_no_request(client, content):
     headers = {"Content-Type": "application/json"}
     refused(client.post(COMPLETE, content=content, headers=headers), 400)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000,
+     b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+     b'{"prompt": ' + b"9" * 5000 + b"}"],
+)  # fmt: skip
+def test_bodies_that_cannot_be_read(client, content):
+    headers = {"Content-Type": "application/json"}
+    error = refused(client.post(COMPLETE, content=content, headers=headers), 400)
+    assert error["code"] == "invalid_json"
+    assert error["message"] == "the body is no JSON: send one JSON object"
+
+
 def test_other_paths_methods_and_types(client):
     assert refused(client.get("/nowhere"), 404)["type"] == "not_found_error"
-    refused(client.get(COMPLETE), 405)
+    for method, path in (("GET", COMPLETE), ("PUT", COMPLETE), ("PATCH", CHAT),
+                         ("DELETE", "/v1/models"), ("DELETE", "/health")):  # fmt: skip
+        assert "Method Not Allowed" in refused(client.request(method, path), 405)["message"]
+    refused(client.put(COMPLETE, json={"prompt": "a"}), 405)
     # What another site's page could send without asking first.
     form = {"Content-Type": "text/plain"}
     refused(client.post(COMPLETE, content=b'{"prompt": "a"}', headers=form), 415)
+    body = {"prompt": "a", "max_tokens": 1}
+    for coding, status in (("identity", 200), ("Identity", 200), ("gzip", 415), ("br, gzip", 415)):
+        response = client.post(COMPLETE, json=body, headers={"Content-Encoding": coding})
+        assert response.status_code == status
+        if status != 200:
+            assert f"Content-Encoding '{coding}'" in refused(response, status)["message"]
     wrong = client.post(COMPLETE, json={"prompt": "a", "model": "gpt-9"})
     assert refused(wrong, 404)["code"] == "model_not_found"
 
@@ -169,7 +225,9 @@ def test_limits_of_tokens(serve):
 def test_a_request_that_no_pool_holds(serve):
     with serve(pool_tokens=64) as server, server.client() as client:
         body = {"prompt": "a" * 100, "max_tokens": 4, "compression": {"method": "full"}}
-        assert "blocks" in refused(client.post(COMPLETE, json=body), 400)["message"]
+        error = refused(client.post(COMPLETE, json=body), 400)
+        assert "blocks" in error["message"]
+        assert error["param"] == "prompt"
 
 
 def test_an_answer_without_a_limit_gets_what_there_is_room_for(serve):
@@ -189,7 +247,7 @@ def test_an_answer_without_a_limit_gets_what_there_is_room_for(serve):
 def test_sites_whose_names_lead_here_are_refused(serve):
     with serve(hosts=("localhost", "127.0.0.1")) as server, server.client() as client:
         body = {"prompt": "a", "max_tokens": 1}
-        for name in ("localhost", "127.0.0.1:99", "LOCALHOST:1"):
+        for name in ("localhost", "127.0.0.1:99", "LOCALHOST:1", "localhost."):
             assert client.post(COMPLETE, json=body, headers={"Host": name}).status_code == 200
         for path in (COMPLETE, "/metrics", "/"):
             method = "POST" if path == COMPLETE else "GET"
@@ -202,7 +260,7 @@ def test_sites_whose_names_lead_here_are_refused(serve):
         server.counts('http_requests_total{path="/v1/completions",status="403"}', 1)
         client.post("/no/such/path", json=body, headers={"Host": "evil.example"})
         server.counts('http_requests_total{path="other",status="403"}', 1)
-        server.counts('http_request_seconds_count{path="/v1/completions"}', 4)
+        server.counts('http_request_seconds_count{path="/v1/completions"}', 5)
 
 
 def test_free_slots_are_no_queue(serve):
@@ -210,7 +268,11 @@ def test_free_slots_are_no_queue(serve):
         body = {"prompt": "a", "max_tokens": 2}
         for _ in range(3):
             assert client.post(COMPLETE, json={**body, "n": 5}).status_code == 200
-        assert "5: ask" in refused(client.post(COMPLETE, json={**body, "n": 6}), 400)["message"]
+        error = refused(client.post(COMPLETE, json={**body, "n": 6}), 400)
+        assert "5: ask" in error["message"]
+        assert error["param"] == "n"
+        error = refused(client.post(COMPLETE, json={**body, "prompt": ["a"] * 6}), 400)
+        assert error["param"] == "prompt"
 
 
 def test_a_choice_that_had_not_begun_in_time_leaves_the_others_theirs(serve):

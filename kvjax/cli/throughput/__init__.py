@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checks import check_number, check_whole, shown
-from kvjax.cli.command import check_output_file
+from kvjax.cli.command import check_output_file, make_folder
 from kvjax.cli.models import (
     DTYPES,
     add_cache_dtype_option,
@@ -39,6 +39,7 @@ from kvjax.cli.progress import Progress
 from kvjax.errors import UserError
 
 LENGTHS = [500, 1000, 2000, 4000, 6000, 8000, 10000, 12000]
+"""Of prompts, where none is given: those of them that the model's context holds."""
 RATES = ["v", "1", "2", "4", "8", "16", "32", "64"]
 EMULATED = {"l4": 19_500, "h100": 40_000}
 """KV pools, in tokens, of the papers' two cards beside their models' weights."""
@@ -53,9 +54,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--weights", help="folder, GGUF file, Orbax checkpoint, or hub id")
     add("--dummy-weights", action="store_true", help="random weights of the true shapes")
     add("--dtype", choices=DTYPES, help="of weights and cache")
+    add("--context-length", type=int, help="most tokens, instead of the model's own limit")
     add_weight_dtype_option(parser)
     add("--rate", nargs="+", default=RATES, help='compression rates, "v" for none (%(default)s)')
-    add("--input-len", nargs="+", type=int, default=LENGTHS, help="prompt lengths (%(default)s)")
+    usual = f"{', '.join(map(str, LENGTHS))}, as far as the context holds them"
+    add("--input-len", nargs="+", type=int, help=f"prompt lengths ({usual})")
     add("--output-len", type=int, default=500, help="tokens of each answer (%(default)s)")
     add("--num-prompts", type=int, default=256, help="(%(default)s)")
     add("--method", default="kv-compress-continual", help="compression method (%(default)s)")
@@ -71,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--repeated-word", action="store_true", help="prompts of one repeated word, as the papers'")
     add("--prompt-file", help="text that prompts are cut from (Python's documentation)")
     add("--trace", help="arrivals: Azure's CSV, Mooncake's JSONL, or lengths alone (.gz too)")
-    add("--request-rate", type=float, help="requests per second of --trace (its own by default)")
+    add("--request-rate", type=float, help="requests per second, with --trace or --server")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add(
         "--warmup",
@@ -99,10 +102,17 @@ def check(options: argparse.Namespace) -> None:
 
     for name in ("num_prompts", "output_len", "max_batch"):
         check_whole(f"--{name.replace('_', '-')}", getattr(options, name), 1, MOST)
-    for length in options.input_len:
+    for length in options.input_len or ():
         check_whole("--input-len", length, 1, MOST)
+    if options.context_length is not None:
+        check_whole("--context-length", options.context_length, 1)
     if options.request_rate is not None:
         check_number("--request-rate", options.request_rate, 0, above=True)
+        if options.trace is None and options.server is None:
+            raise UserError(
+                f"--request-rate {options.request_rate:g}: prompts of --input-len are submitted "
+                "all at once: leave it out, or give --trace or --server"
+            )
     check_whole("--seed", options.seed, 0)
     SamplingParams(temperature=options.temperature, max_tokens=options.output_len)
     if options.emulate and options.pool_tokens is not None:
@@ -120,8 +130,7 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(f"--peer-python {shown(options.peer_python)}: there is no such program")
     if options.plot_dir is not None:
         check_plots("--plot-dir")
-        if not Path(options.plot_dir).is_dir():
-            raise UserError(f"--plot-dir {shown(options.plot_dir)}: there is no such folder")
+        make_folder("--plot-dir", Path(options.plot_dir))
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -167,17 +176,18 @@ def load_server(options: argparse.Namespace) -> int:
     from kvjax.cli.throughput.remote import Remote, measure_remote, source_of
     from kvjax.cli.throughput.work import Arrival, at_rate, read_trace
 
-    key = options.api_key or os.environ.get("KVJAX_API_KEY")
-    remote = Remote(options.server, key)
+    # As the server reads it: any of several will do.
+    keys = (options.api_key or os.environ.get("KVJAX_API_KEY") or "").split(",")
+    remote = Remote(options.server, next(filter(None, keys), None))
     source = source_of(remote, options.prompt_file)
-    if options.trace:
+    if options.trace is not None:
         arrivals = at_rate(
             read_trace(options.trace, options.num_prompts), options.request_rate, options.seed
         )
         works = [([row.input_len for row in arrivals], arrivals)]
     else:
         works = []
-        for length in options.input_len:
+        for length in options.input_len or LENGTHS:
             row = Arrival(0.0, length, options.output_len)
             arrivals = at_rate([row] * options.num_prompts, options.request_rate, options.seed)
             works.append(([length] * options.num_prompts, arrivals))
@@ -199,11 +209,13 @@ def run(options: argparse.Namespace) -> int:
     import numpy as np
 
     from kvjax.cli.throughput.limits import measure_limits
-    from kvjax.cli.throughput.measure import measure
+    from kvjax.cli.throughput.measure import check_context, lengths_of, measure
     from kvjax.cli.throughput.work import REPEATED, Arrival, at_rate, read_trace, source_tokens
     from kvjax.engine.compilation import enable_compilation_cache
 
-    trace = read_trace(options.trace, options.num_prompts) if options.trace else None
+    trace = None
+    if options.trace is not None:
+        trace = read_trace(options.trace, options.num_prompts)
     enable_compilation_cache()
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
@@ -212,17 +224,19 @@ def run(options: argparse.Namespace) -> int:
             source = np.asarray(model.tokenizer.encode(REPEATED)[:1], np.int32)
         else:
             source = source_tokens(model.tokenizer, options.prompt_file)
-        progress("measure the machine")
-        limits = measure_limits() if options.limits else None
         if trace is None:
             works = [
                 ([n] * options.num_prompts, [Arrival(0.0, n, options.output_len)])
-                for n in options.input_len
+                for n in lengths_of(options, model.config)
             ]
             works = [(lengths, row * options.num_prompts) for lengths, row in works]
         else:
             arrivals = at_rate(trace, options.request_rate, options.seed)
             works = [([row.input_len for row in arrivals], arrivals)]
+        for _, arrivals in works:
+            check_context(options, model.config, arrivals)
+        progress("measure the machine")
+        limits = measure_limits() if options.limits else None
         for lengths, arrivals in works:
             for rate in options.rate:
                 row = measure(model, options, rate, lengths, arrivals, source, limits, progress)

@@ -13,13 +13,14 @@ import numpy as np
 
 from kvjax.cache import CompressionConfig
 from kvjax.checks import shown
-from kvjax.cli.throughput import EMULATED
+from kvjax.cli.throughput import EMULATED, LENGTHS
 from kvjax.cli.throughput.limits import roofline_seconds
 from kvjax.cli.throughput.work import Arrival, prompts_of
 from kvjax.engine import LLM, EngineConfig, SamplingParams
 from kvjax.engine.metrics import PHASES
 from kvjax.engine.request import Request
 from kvjax.errors import UserError
+from kvjax.models.config import ModelConfig
 from kvjax.models.hub import Progress
 
 
@@ -31,6 +32,44 @@ def compression_of(rate: str, method: str) -> CompressionConfig:
         return CompressionConfig(method=method, rate=float(rate))
     except ValueError as error:
         raise UserError(f'--rate {shown(rate)}: give numbers of at least 1, or "v"') from error
+
+
+def context_of(options: argparse.Namespace, config: ModelConfig) -> int:
+    """Most tokens of a prompt and its answer."""
+    return options.context_length or config.max_position_embeddings
+
+
+def lengths_of(options: argparse.Namespace, config: ModelConfig) -> list[int]:
+    """Prompt lengths: those asked for, or the usual ones that leave room for an answer."""
+    if options.input_len is not None:
+        return options.input_len
+    room = context_of(options, config) - options.output_len
+    # The shortest one where none does: `check_context` says what would.
+    return [n for n in LENGTHS if n <= room] or LENGTHS[:1]
+
+
+def check_context(
+    options: argparse.Namespace, config: ModelConfig, arrivals: list[Arrival]
+) -> None:
+    """Refuse, before anything is measured, what is longer than the model's context.
+
+    Raises:
+        UserError: a prompt is, with its answer.
+    """
+    limit = context_of(options, config)
+    longest = max(arrivals, key=lambda row: row.input_len + row.output_len)
+    if longest.input_len + longest.output_len <= limit:
+        return
+    room, traced = limit - longest.output_len, options.trace is not None
+    if room < 1:
+        way = "shorten its answers" if traced else f"give an --output-len below {limit}"
+    else:
+        way = f"shorten prompts to {room} tokens" if traced else f"give at most --input-len {room}"
+    raise UserError(
+        f"{f'--trace {options.trace}: ' if traced else ''}a prompt of {longest.input_len} tokens "
+        f"and its answer of {longest.output_len} are longer than the context of {config.name}, "
+        f"which is {limit}: {way} or give --context-length"
+    )
 
 
 def engine_config(options: argparse.Namespace, max_len: int | None) -> EngineConfig:

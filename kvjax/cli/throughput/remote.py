@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.checks import shown
 from kvjax.cli.throughput.measure import percentiles
 from kvjax.cli.throughput.work import MOST_CHARACTERS, Arrival, prompts_of, source_tokens
 from kvjax.errors import UserError
@@ -25,11 +26,26 @@ class Remote:
         """Ask the server what it serves.
 
         Raises:
-            UserError: it cannot be reached, or it refuses.
+            UserError: it cannot be reached, or it refuses; the key is none.
         """
         check_extra("httpx", "serve", "--server")
         import httpx
 
+        try:
+            address = httpx.URL(url)
+        except (httpx.InvalidURL, ValueError):
+            address = httpx.URL("")
+        if address.scheme not in ("http", "https") or not address.host:
+            raise UserError(
+                f"--server {shown(url)}: it gives no answer: give an address such as "
+                "http://127.0.0.1:8000"
+            )
+        if key and not (key.isascii() and key.isprintable()):
+            # Not repeated: it is a secret.
+            raise UserError(
+                "--api-key (or KVJAX_API_KEY): a header cannot hold it: give the server's key, "
+                "letters and digits of ASCII"
+            )
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._options: dict[str, Any] = {

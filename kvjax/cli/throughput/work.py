@@ -7,16 +7,22 @@ import gzip
 import io
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.checks import check_number, check_whole
+from kvjax.checks import check_number, check_whole, shown
 from kvjax.errors import UserError
 
 MOST_CHARACTERS = 1 << 26
 """Of a text; no run needs so many."""
+TRACES = (
+    "TIMESTAMP, ContextTokens, GeneratedTokens (Azure's CSV); timestamp, input_length, "
+    "output_length (Mooncake's JSONL); prompt_tokens, output_tokens (a CSV without times)"
+)
+"""What rows of a trace may hold, as messages say it."""
 REPEATED = "hello"
 """The word that the papers' prompts repeat."""
 
@@ -41,7 +47,11 @@ def source_tokens(tokenizer: Any, prompt_file: str | None) -> np.ndarray:
         try:
             with _opened(prompt_file) as file:
                 text = file.read(MOST_CHARACTERS)
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"--prompt-file {prompt_file} is not UTF-8: convert it, for instance with iconv"
+            ) from error
+        except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"cannot read --prompt-file {_short(prompt_file, error)}") from error
     tokens = np.asarray(tokenizer.encode(text), np.int32)
     if len(tokens) < 2:
@@ -92,8 +102,14 @@ def read_trace(name: str, limit: int) -> list[Arrival]:
                     break
     except UserError as error:
         raise UserError(f"--trace {name}, row {number}: {error}") from error
-    except (KeyError, ValueError, TypeError, OverflowError, RecursionError, csv.Error) as error:
-        raise UserError(f"--trace {name}, row {number}: {error!r}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--trace {name} is not UTF-8: give a CSV or JSONL file as text (or .gz)"
+        ) from error
+    except (ValueError, OverflowError, RecursionError, csv.Error) as error:
+        # JSON's own line is always the first.
+        why = getattr(error, "msg", error)
+        raise UserError(f"--trace {name}, row {number}: {why}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read --trace {_short(name, error)}") from error
     if not rows:
@@ -104,26 +120,47 @@ def read_trace(name: str, limit: int) -> list[Arrival]:
 
 def _short(name: str, error: Exception) -> str:
     """A file and what is wrong with it."""
-    return f"{name}: {getattr(error, 'strerror', None) or error}"
+    return f"{name or repr(name)}: {getattr(error, 'strerror', None) or error}"
 
 
 def _opened(name: str) -> Any:
     if name.endswith(".gz"):
-        return io.TextIOWrapper(gzip.open(Path(name), "rb"), encoding="utf-8")
-    return open(name, encoding="utf-8")
+        return io.TextIOWrapper(gzip.open(Path(name), "rb"), encoding="utf-8-sig")
+    return open(name, encoding="utf-8-sig")
 
 
-def _arrival(record: dict[str, Any]) -> Arrival:
+def _arrival(record: Any) -> Arrival:
+    """A row of any of the known kinds.
+
+    Raises:
+        UserError: it is of none of them, or lacks a field or has another kind of value in it.
+    """
+    if not isinstance(record, dict):
+        raise UserError(f"{shown(record)} is no JSON object")
+
+    def read[T](name: str, kind: Callable[[Any], T], wanted: str) -> T:
+        if record.get(name) is None:
+            raise UserError(f"it has no {name}: give {TRACES}")
+        try:
+            return kind(record[name])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"{name} {shown(record[name])}: give {wanted}") from error
+
+    def lengths(prompt: str, answer: str) -> tuple[int, int]:
+        return read(prompt, int, "a whole number"), read(answer, int, "a whole number")
+
     if "ContextTokens" in record:
-        when = datetime.datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
-        return Arrival(when, int(record["ContextTokens"]), int(record["GeneratedTokens"]))
+        when = read("TIMESTAMP", datetime.datetime.fromisoformat, "a date and a time")
+        return Arrival(when.timestamp(), *lengths("ContextTokens", "GeneratedTokens"))
     if "input_length" in record:
-        seconds = float(record["timestamp"]) / 1000
-        return Arrival(seconds, int(record["input_length"]), int(record["output_length"]))
+        seconds = read("timestamp", float, "milliseconds") / 1000
+        return Arrival(seconds, *lengths("input_length", "output_length"))
     if "prompt_tokens" in record:
-        return Arrival(0.0, int(record["prompt_tokens"]), int(record["output_tokens"]))
-    names = {"prompt": "num_prefill_tokens", "output": "num_decode_tokens"}
-    return Arrival(0.0, int(record[names["prompt"]]), int(record[names["output"]]))
+        return Arrival(0.0, *lengths("prompt_tokens", "output_tokens"))
+    if "num_prefill_tokens" in record:
+        return Arrival(0.0, *lengths("num_prefill_tokens", "num_decode_tokens"))
+    held = ", ".join(map(str, record))
+    raise UserError(f"it has {held[:200] or 'no fields'}, which says no lengths: give {TRACES}")
 
 
 def at_rate(arrivals: list[Arrival], per_second: float | None, seed: int) -> list[Arrival]:

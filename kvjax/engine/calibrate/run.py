@@ -130,9 +130,11 @@ def calibrate(
         progress: called before each text.
 
     Raises:
-        UserError: fewer than two texts are long enough; the fit predicts no better than a constant;
-            the state cannot be written.
+        UserError: fewer than two texts are long enough; the model's context does not hold a text
+            and its repetition; the fit predicts no better than a constant; the state cannot be
+            written.
     """
+    _check_repeats(model, settings)
     prompts = chosen_prompts(model, texts, settings)
     digest = hashlib.sha256()
     for ids in prompts:
@@ -148,7 +150,8 @@ def calibrate(
     key = json.dumps([own_hash, made_of])
     kept = None if state is None else Path(state)
     learned = _Learned.load(kept, key) or _Learned.empty(model)
-    teach = _teacher(model, settings, -(-settings.references // len(prompts)))
+    longest = max(map(len, prompts))
+    teach = _teacher(model, longest, -(-settings.references // len(prompts)))
     for number in range(learned.done, len(prompts)):
         progress("calibrating", number, len(prompts))
         learned.add(number, teach(prompts[number], number), len(prompts[number]))
@@ -176,8 +179,10 @@ def chosen_prompts(
     """The tokens [T] of some texts, as many as are fitted at most, as a user's turn opens.
 
     Raises:
-        UserError: fewer than two are long enough.
+        UserError: fewer than two are long enough; the model's context does not hold as many tokens
+            as are asked for.
     """
+    _check_tokens(model, settings, model.config.max_position_embeddings)
     # Neighbours are alike, and every second one may be, too.
     order: list[int] = np.random.default_rng(5).permutation(len(texts)).tolist()
     chosen = [texts[i] for i in sorted(order[: settings.fitted])]
@@ -188,6 +193,23 @@ def chosen_prompts(
             "give at least 2, better 30"
         )
     return prompts
+
+
+def _check_repeats(model: LoadedModel, settings: CalibrationSettings) -> None:
+    """Refuse texts that the model's context does not hold twice, with the request in between."""
+    request = len(request_tokens(model.tokenizer))
+    room = (model.config.max_position_embeddings - request) // 2
+    _check_tokens(model, settings, room, ", which holds a text and its repetition")
+
+
+def _check_tokens(
+    model: LoadedModel, settings: CalibrationSettings, room: int, what: str = ""
+) -> None:
+    if settings.tokens > room:
+        raise UserError(
+            f"tokens {settings.tokens}: the context of {model.config.name} is "
+            f"{model.config.max_position_embeddings}{what}: give at most {max(room, 0)}"
+        )
 
 
 def _prompts(
@@ -203,18 +225,18 @@ def _prompts(
 
 
 def _teacher(
-    model: LoadedModel, settings: CalibrationSettings, references: int
+    model: LoadedModel, tokens: int, references: int
 ) -> Callable[[np.ndarray, int], Lesson]:
-    """What makes the lesson of a text and its number, on the host, with the queries of so many
-    tokens."""
+    """What makes the lesson of a text of at most `tokens` and its number, on the host, with the
+    queries of so many tokens."""
     request = request_tokens(model.tokenizer)
     scorer = Repeated(first=len(request), plus=True)
     spread = Spread(model)
     artefacts = spread.probe_artefacts()
     specs = *spread.specs((model.params, artefacts)), *(SAME,) * 5
     step = spread.jitted(functools.partial(lesson, spread.config, scorer), specs, LESSON)
-    room = -(-settings.tokens // 64) * 64
-    room_again = -(-(settings.tokens + len(request)) // 64) * 64
+    room = -(-tokens // 64) * 64
+    room_again = -(-(tokens + len(request)) // 64) * 64
 
     def padded(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
         return np.pad(np.asarray(ids, np.int32), (0, size - len(ids)))
