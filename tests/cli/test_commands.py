@@ -327,9 +327,10 @@ except KeyboardInterrupt:
 def test_a_second_signal_ends_what_hears_of_none(deaf):
     """One call that computes for minutes; whoever hears of signals is not cut off by them."""
     command = [sys.executable, "-c", LONG_CALL, "deaf" if deaf else "hears"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         try:
+            assert process.stdout is not None
             assert process.stdout.readline() == "begins\n"
             time.sleep(0.2)
             for _ in range(2):
