@@ -42,7 +42,10 @@ def ask(model, texts: dict[str, str], question: str, new_tokens: int = 40) -> No
 def main() -> None:
     texts = {name: topics[name] for name in CHAPTERS}
     if len(sys.argv) > 1:
-        texts = {path.name: path.read_text() for path in sorted(Path(sys.argv[1]).glob("*.txt"))}
+        files = sorted(Path(sys.argv[1]).glob("*.txt"))
+        texts = {path.name: path.read_text("utf-8", errors="replace") for path in files}
+        if not texts:
+            sys.exit(f"{sys.argv[1]} holds no .txt file: give a folder of texts")
     question = sys.argv[2] if len(sys.argv) > 2 else QUESTION
     ask(load_model("smollm2-135m"), texts, question)
 

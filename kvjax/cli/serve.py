@@ -28,6 +28,7 @@ from kvjax.cli.models import (
     add_draft_option,
     add_model_options,
     check_cache_dtypes,
+    check_draft,
     check_model_options,
     chosen_calibration,
     chosen_draft,
@@ -313,17 +314,19 @@ def curl_line(url: str, model: str, key: str | None = None) -> str:
 def run(options: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "openai"):
         check_extra(package, "serve", "kvjax serve")
+    from kvjax.cache.config import as_method
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.engine.draft import ALONE
 
     # What can be refused without a model is refused before one is loaded.
     check_model_options(options)
     check_cache_dtypes([options.cache_dtype])
-    engine_settings(options)
+    compression, config = engine_settings(options)
     settings = server_settings(options)
     warm_up_lengths(options, 2**31 - 1)
     if options.draft is not None and options.coordinator is not None:
         raise UserError(f"--draft: {ALONE}")
+    check_draft(options, map(as_method, (compression.method, *config.methods)))
     with joined(options, COMPARED) as processes:
         listener = None
         if processes is None or processes.leads:

@@ -47,6 +47,7 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
         (("--num-processes", 2), "need --coordinator HOST:PORT, or auto"),
         (("--coordinator", "node0", "--num-processes", 2), "--coordinator 'node0': give HOST:PORT"),
         (("--coordinator", "node0:1", "--draft", "some"), "--draft: models draft in a single"),
+        (("--draft", "smollm2-135m", "--methods", "snapkv"), "no method here looks ahead"),
     ):
         assert says in refusal(capsys, *arguments)
     find = extras.find_spec
@@ -93,7 +94,8 @@ def test_what_does_not_fit_the_model(capsys, tiny_folder, tmp_path):
         capsys, *small, "--pool-tokens", 512, "--method", "predicted-reads", "--calibration", broken
     )
     assert str(broken) in line
-    line = refusal(capsys, *small, "--pool-tokens", 512, "--draft", tmp_path / "none")
+    drafted = ("--pool-tokens", 512, "--methods", "speckv", "--draft", tmp_path / "none")
+    line = refusal(capsys, *small, *drafted)
     assert str(tmp_path / "none") in line
 
 
