@@ -319,6 +319,7 @@ except KeyboardInterrupt:
     try:
         time.sleep(600)
     except KeyboardInterrupt:
+        time.sleep(2)
         print("heard again", flush=True)
 """
 
