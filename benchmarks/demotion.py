@@ -18,6 +18,7 @@ guard(__name__)
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def measured(
     from kvjax.cache import get_method
     from kvjax.cache.methods.names import METHODS
     from kvjax.eval.evaluator import Evaluator
-    from kvjax.eval.results import ResultsFile
+    from kvjax.eval.results import OF_WEIGHTS, ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run, tokenised
     from kvjax.eval.sizes import EvaluatorConfig, Variant
@@ -172,11 +173,16 @@ def measured(
     config = EvaluatorConfig(block_size=BLOCK, free_tokens=0, answers=False)
     evaluator = Evaluator(model, config, artefacts)
     progress("prompts")
-    rows = tokenised(evaluator, collect_rows(options, model.tokenizer, Skipped()), Skipped())
+    skipped = Skipped()
+    rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
+    for reason in skipped.reasons:
+        print(f"skipped {reason}", file=sys.stderr)
     variants = [Variant("full", 1.0)]
     variants += [Variant(name, rate) for name, own in rates.items() for rate in own]
-    settings = {"model": model.config.name, "dtype": dtype}
+    settings = {"model": model.config.name, OF_WEIGHTS: model.fingerprint, "dtype": dtype}
     settings |= {"method": options.method, "high": options.high}
+    if calibration is not None:
+        settings["calibration"] = calibration.digest(base.calibrated)
     protocols = choose_protocols(options.protocols)
     with ResultsFile(options.out, settings) as file:
         run(evaluator, rows, protocols, variants, file, TimeLeft(progress))

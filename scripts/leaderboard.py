@@ -13,6 +13,7 @@ A method has a row where it was run on every prompt that the full cache was run 
 """
 
 import argparse
+import collections
 import os
 import re
 import sys
@@ -79,7 +80,7 @@ def results_of(paths: Iterable[Path]) -> list[dict]:
     for path in paths:
         for row in read_results(path):
             if IDS.fullmatch(row["id"]) and row["protocol"] in PROTOCOLS:
-                found[row["settings"]["model"], *key_of(row)] = row
+                found[_weights(row), *key_of(row)] = row
     return list(found.values())
 
 
@@ -91,11 +92,12 @@ def rows_at(results: Sequence[dict], rate: float) -> list[tuple[str, ...]]:
     for row in results:
         if row["method"] == FULL:
             prompts.setdefault(_group(row), set()).add(row["digest"])
-    entries: dict[tuple[str, str], dict[tuple[str, bool], list[dict]]] = {}
+    entries: dict[tuple[tuple[str, str], str], dict[tuple[str, bool], list[dict]]] = {}
     for row in results:
         if row["rate"] in (rate, 1.0) and row["digest"] in prompts.get(_group(row), ()):
-            entry = entries.setdefault((row["settings"]["model"], row["method"]), {})
+            entry = entries.setdefault((_group(row)[0], row["method"]), {})
             entry.setdefault(_group(row)[1:], []).append(row)
+    names = collections.Counter(name for name, _ in {_weights(row) for row in results})
     table = []
     for (model, method), groups in entries.items():
         groups = {
@@ -114,24 +116,29 @@ def rows_at(results: Sequence[dict], rate: float) -> list[tuple[str, ...]]:
         text = found.get((PROTOCOLS[0], True))
         held = [row["kvs"] / row["kvs_full"] for row in every]
         costs = [row["seconds"]["select"] / row["seconds"]["prefill"] for row in every]
-        sizes = [row["bytes_full"] / row["bytes"] for row in every if "bytes_full" in row]
+        sizes = [row["bytes"] / row["bytes_full"] for row in every if "bytes_full" in row]
         cells = (
-            f"`{method}`", model,
+            f"`{method}`", model[0] if names[model[0]] == 1 else " ".join(model),
             *("–" if x is None else _percent(x) for x in scores),
             "–" if text is None else text.shown(3),
             f"{len(held) / sum(held):.1f}",
-            f"{sum(sizes) / len(sizes):.1f}" if sizes else "–",
+            f"{len(sizes) / sum(sizes):.1f}" if sizes else "–",
             f"+{100 * sum(costs) / len(costs):.1f} %",
             f"{100 * sum(held) / len(held):.0f} %",
         )  # fmt: skip
         best = scores[0].mean if scores[0] else -1.0
-        table.append(((model, method != FULL, -best, text.mean if text else 1e9), cells))
+        table.append(((*model, method != FULL, -best, text.mean if text else 1e9), cells))
     return [cells for _, cells in sorted(table)]
 
 
-def _group(row: dict) -> tuple[str, str, bool]:
-    """Model, protocol and whether it is continued text."""
-    return row["settings"]["model"], row["protocol"], row["metric"] == "nll"
+def _weights(row: dict) -> tuple[str, str]:
+    """A model's name and the file of its weights: several may have the name."""
+    return row["settings"]["model"], row["settings"]["weights"]
+
+
+def _group(row: dict) -> tuple[tuple[str, str], str, bool]:
+    """Weights, protocol and whether it is continued text."""
+    return _weights(row), row["protocol"], row["metric"] == "nll"
 
 
 def _percent(interval) -> str:

@@ -299,7 +299,7 @@ def compare(
     from kvjax.cache.methods import get_method
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.eval.evaluator import Evaluator
-    from kvjax.eval.results import ResultsFile
+    from kvjax.eval.results import OF_WEIGHTS, ResultsFile
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run, tokenised, variants_of
 
@@ -323,6 +323,7 @@ def compare(
     settings = {
         "model": model.config.name,
         "weights": Path(model.source).name,
+        OF_WEIGHTS: model.fingerprint,
         "dtype": "float32",
         "block_size": config.block_size,
         "answers": False,
@@ -330,7 +331,7 @@ def compare(
         "peer": " ".join(f"{name} {version}" for name, version in versions.items()),
     }
     if calibration is not None:
-        settings["calibration"] = calibration.recipe.get("data", "")
+        settings["calibration"] = calibration.digest()
     status = 0
     with (
         ResultsFile(options.out, settings) as file,

@@ -4,9 +4,10 @@ A file is safetensors, its metadata say which model it is of and what made it.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,17 @@ class Calibration:
         return dataclasses.replace(
             self, arrays={**self.arrays, **arrays}, recipe={**self.recipe, **(recipe or {})}
         )
+
+    def digest(self, names: Iterable[str] | None = None) -> str:
+        """16 hexadecimal digits of the arrays of some names, or of all; absent ones count."""
+        found = hashlib.sha256()
+        for name in sorted(self.arrays if names is None else names):
+            array = self.arrays.get(name)
+            shape = None if array is None else (str(array.dtype), array.shape)
+            found.update(repr((name, shape)).encode())
+            if array is not None:
+                found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()[:16]
 
     def on_device(self) -> dict[str, jax.Array]:
         """The arrays, each whole on the default device."""

@@ -29,6 +29,7 @@ ruler/, gsm8k/ and xsum/ are looked for; --haystack, --texts, --longbench, --rul
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from pathlib import Path
@@ -188,7 +189,8 @@ def run(options: argparse.Namespace) -> int:
     check_draft(options, [get_method(variant.method) for variant in variants])
     config = EvaluatorConfig(
         block_size=USUAL_BLOCK if options.block_size is None else options.block_size,
-        num_slots=16 if options.batch is None else options.batch,
+        # More than there are variants would stay empty.
+        num_slots=min(16 if options.batch is None else options.batch, len(variants)),
         floor=options.floor if paper is None else paper.floor,
         rates_as_caps=paper is not None,
         context_length=options.context_length,
@@ -261,10 +263,10 @@ def evaluate(
     from kvjax.engine.key_similarity import measured
     from kvjax.eval import papers
     from kvjax.eval.evaluator import Evaluator
-    from kvjax.eval.results import ResultsFile, held_settings
+    from kvjax.eval.results import OF_WEIGHTS, ResultsFile, held_settings
     from kvjax.eval.rows import Skipped
     from kvjax.eval.run import run as run_all
-    from kvjax.eval.run import settings_read, tokenised
+    from kvjax.eval.run import settings_of, tokenised
     from kvjax.eval.scorers import check_library
     from kvjax.eval.sizes import least_kept, slots_for
     from kvjax.eval.table import EVERY, report
@@ -318,7 +320,9 @@ def evaluate(
     settings = {
         "model": model.config.name,
         "weights": Path(model.source).name,
+        OF_WEIGHTS: model.fingerprint,
         "dtype": dtype,
+        "weight_dtype": model.config.weight_dtype,
         "block_size": config.block_size,
         "floor": config.floor,
         "answers": config.answers,
@@ -326,19 +330,18 @@ def evaluate(
         "max_new_tokens": config.max_new_tokens,
         "context_length": evaluator.limit,
     }
-    recipe = {} if calibration is None else calibration.recipe
-    given = {
-        "calibration": None if calibration is None else recipe.get("data", ""),
-        "levels": recipe.get("levels_data"),
-        "draft": options.draft,
-    }
-    read = {name for variant in variants for name in settings_read(variant.label)}
-    settings |= {name: given[name] for name in sorted(read)}
+    of = functools.partial(settings_of, calibration=calibration, draft=options.draft)
+    # What no method of this run reads says nothing of rows that are there.
+    read = {name for variant in variants for name in of(variant.label)}
+
+    def own(label: str) -> dict[str, Any]:
+        return {name: value for name, value in of(label).items() if name in read}
+
     limit = f"{evaluator.limit} tokens"
     if paper is not None:
         settings["paper"], limit = paper.name, f"the paper's, or than {limit} with their answer"
     status = 0
-    with ResultsFile(options.out, settings, settings_read) as file:
+    with ResultsFile(options.out, settings, own) as file:
         held = len(file.results)
         try:
             left = TimeLeft(progress)
@@ -347,8 +350,11 @@ def evaluate(
         except KeyboardInterrupt:
             status = 130
         progress.clear()
+        kinds = (
+            dtype if settings["weight_dtype"] is None else f"{settings['weight_dtype']}, {dtype}"
+        )
         notes = [
-            f"{model.config.name} ({settings['weights']}, {dtype}), blocks of {config.block_size}",
+            f"{model.config.name} ({settings['weights']}, {kinds}), blocks of {config.block_size}",
             f"{len(rows)} prompts, {len(file.results)} results",
             f"rows skipped: {len(skipped.reasons)}",
             f"prompts longer than {limit}, middle cut out: {shortened}",

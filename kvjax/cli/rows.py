@@ -4,8 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from kvjax.checks import shown
 from kvjax.cli.command import check_apart, check_output_file
 from kvjax.errors import UserError
+
+OURS = (b"\n## Every line\n", b"# kvjax beside kvpress\n")
+"""What pages of these commands hold, one or the other."""
 
 
 def add_row_options(
@@ -205,7 +209,8 @@ def table_beside(options: argparse.Namespace) -> Path:
     """Where the Markdown page goes: --table, or a name like that of --out.
 
     Raises:
-        UserError: one of the two cannot be written, or is another file of the command.
+        UserError: one of the two cannot be written, or is another file of the command, or a file
+            that was not named is somebody else's.
     """
     check_output_file("--out", options.out)
     table = options.table or options.out.with_suffix(".md")
@@ -216,4 +221,11 @@ def table_beside(options: argparse.Namespace) -> Path:
     for option, path in read:
         check_apart("--out", options.out, option, path)
         check_apart("--table", table, option, path)
+    if options.table is None and table.exists():
+        held = table.read_bytes()
+        if held and not any(mark in held for mark in OURS):
+            raise UserError(
+                f"--out {shown(str(options.out))}: the page goes to {table}, which holds something "
+                "else: give --table"
+            )
     return table

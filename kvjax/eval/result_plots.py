@@ -47,7 +47,7 @@ def _methods(rows: Sequence[Result]) -> list[str]:
 
 
 SCORES = {
-    "score": "exact matches of the true answer",
+    "score": "score against the true answer",
     "free": "answers without a given beginning that hold the true one",
 }
 """What `plot_scores` can show."""
@@ -133,7 +133,10 @@ def plot_scores(rows: Sequence[Result], protocol: str, value: str = "score") -> 
         axes.set_ylim(-3, 103)
     for axes in grid[:, 0]:
         axes.set_ylabel("%")
-    figure.suptitle(f"{SCORES[value].capitalize()} (protocol {protocol})", fontsize=10)
+    what = SCORES[value]
+    if value == "score" and {full[task].metric for task in tasks} == {"em"}:
+        what = "exact matches of the true answer"
+    figure.suptitle(f"{what.capitalize()} (protocol {protocol})", fontsize=10)
     _legend(figure, list(grid.flat), count)
     return figure
 
@@ -200,7 +203,8 @@ def plot_bytes(rows: Sequence[Result], protocol: str) -> Figure | None:
         axes.xaxis.set_major_formatter(lambda fewer, _: f"{fewer:g}×")
         axes.set_xlabel("bytes of the full cache / bytes held")
         axes.grid(alpha=0.3)
-    grid[0].set_ylabel("exact matches, %" if panels[0][0] == "score" else "KL per token")
+    exact = {line.metric for line in full if line.task in scored} == {"em"}
+    grid[0].set_ylabel("exact matches, %" if exact else "score, %" if scored else "KL per token")
     if panels[-1][0] == "kl":
         grid[-1].set_ylabel("KL(full ‖ compressed) per token")
         grid[-1].set_yscale("log")
@@ -216,13 +220,13 @@ def _over_bytes(
     cells: dict[tuple[str, float], list[tuple[float, float]]] = collections.defaultdict(list)
     for line in lines:
         number = getattr(line, value)
-        if line.task in tasks and number is not None and line.smaller is not None:
-            cells[line.method, line.rate].append((line.smaller, number.mean))
+        if line.task in tasks and number is not None and line.bytes_share is not None:
+            cells[line.method, line.rate].append((line.bytes_share, number.mean))
     points: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for (method, _), found in cells.items():
         if len(found) == len(tasks):
-            x, y = np.mean(found, axis=0)
-            points[method].append((float(x), float(y)))
+            share, y = np.mean(found, axis=0)
+            points[method].append((float(1 / share), float(y)))
     return points
 
 
@@ -244,7 +248,7 @@ def plot_needles(rows: Sequence[Result], protocol: str, task: str) -> Figure | N
     depths = sorted({row["depth"] for row in found})
     across, name = (lengths, "length") if len(lengths) > 1 else (rates, "rate")
     if name == "length":
-        found = [row for row in found if row["rate"] in (1.0, rates[-1])]
+        found = [row for row in found if row["rate"] == rates[-1]]
     columns = min(6, len(methods))
     panels = math.ceil(len(methods) / columns)
     figure = new_figure(1.2 + 1.7 * columns, 0.8 + 1.7 * panels)

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,10 +14,14 @@ from kvjax.eval.files import open_text
 
 Result = dict[str, Any]
 Key = tuple[str, str, str, float]
+BEGINNING = b'{"id": '
+"""What rows begin with, also where a killed run left no more of its first one."""
 SETTINGS = "settings"
 """Field of every row with what must not change within a file."""
 OF_METHODS = ("calibration", "levels", "draft")
 """Settings that count in the rows of methods and codecs that read them alone."""
+OF_WEIGHTS = "fingerprint"
+"""The setting that tells weights apart; rows from before it was written down lack it."""
 NUMBER = (int, float)
 FIELDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("id", "task", "protocol", "method", "metric", "digest"), str),
@@ -26,6 +30,10 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "seconds": dict,
 }
 """What every row has, for tables and pictures to be made of it."""
+MAYBE = ("score", "free", "nll", "kl", "agree", "recall", "bytes_full", "compressed_tokens")
+"""Numbers that a row may have, or None."""
+POSITIVE = ("kvs", "kvs_full", "bytes", "bytes_full", "compressed_tokens")
+"""What is divided by."""
 SECONDS = ("prefill", "select", "score", "decode")
 
 
@@ -49,13 +57,17 @@ def parse_results(path: str | Path, text: str) -> list[Result]:
     """The rows of such a text of whole lines.
 
     Raises:
-        UserError: a line is no result; names it.
+        UserError: a line is no result, or one that was there before; names it.
     """
-    results = []
+    results: list[Result] = []
+    seen: dict[Key, int] = {}
     # Not splitlines: answers may hold other characters that end lines.
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
-            results.append(_checked(json.loads(line)))
+            result = _checked(json.loads(line))
+            if (first := seen.setdefault(key_of(result), number)) != number:
+                raise ValueError(f"line {first} has the same prompt, protocol, method and rate")
+            results.append(result)
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path} line {number} is no result of kvjax evaluate ({error}): mend or remove "
@@ -73,6 +85,15 @@ def held_settings(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _begun(data: bytes) -> bool:
+    """Whether this is the beginning of a row, and not a whole JSON object of somebody else's."""
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return data.startswith(BEGINNING[: len(data)])
+    return False
+
+
 def _checked(value: Any) -> Result:
     """A row, if it has what every one has.
 
@@ -86,11 +107,19 @@ def _checked(value: Any) -> Result:
             raise ValueError(f"{name} is missing")
         if not isinstance(value[name], kind):
             raise ValueError(f"{name} {shown(value[name])}")
+    for name in MAYBE:
+        if not isinstance(value.get(name), (*NUMBER, type(None))):
+            raise ValueError(f"{name} {shown(value[name])}")
+    for name in POSITIVE:
+        if (number := value.get(name)) is not None and not number > 0:
+            raise ValueError(f"{name} {shown(number)} is not more than 0")
     if not isinstance(value.get(SETTINGS, {}), dict):
         raise ValueError(f"{SETTINGS} {shown(value[SETTINGS])}")
-    for name in SECONDS:
-        if not isinstance(value["seconds"].get(name), NUMBER):
-            raise ValueError(f"seconds {shown(value['seconds'])}")
+    seconds = value["seconds"]
+    if not all(isinstance(seconds.get(name), NUMBER) for name in SECONDS):
+        raise ValueError(f"seconds {shown(seconds)}")
+    if not seconds["prefill"] > 0:
+        raise ValueError(f"seconds of the prefill: {shown(seconds['prefill'])}")
     return value
 
 
@@ -101,9 +130,9 @@ class ResultsFile:
 
     Args:
         path: the file.
-        settings: what must not change within it. Of `OF_METHODS`, what this run's methods read,
-            None where they read what was not given.
-        reads: which of `OF_METHODS` the rows of a method (as rows call it) follow from.
+        settings: what must not change within it.
+        own: which of `OF_METHODS` the rows of a method (as rows call it) follow from beside, and
+            what they are in this run; without it all are among the settings.
 
     Raises:
         UserError: the file cannot be written, is in use, or holds something else, or results of
@@ -114,9 +143,10 @@ class ResultsFile:
         self,
         path: str | Path,
         settings: Mapping[str, Any],
-        reads: Callable[[str], Collection[str]] = lambda method: OF_METHODS,
+        own: Callable[[str], Mapping[str, Any]] | None = None,
     ):
-        self.path, self._settings, self._reads = Path(path), dict(settings), reads
+        self.path, self._settings = Path(path), dict(settings)
+        self._own = own or (lambda method: {})
         if self.path.name.endswith(".gz"):
             raise UserError(f"{path}: give a name without .gz, rows are appended to it")
         try:
@@ -129,7 +159,7 @@ class ResultsFile:
             data = self._file.read()
             # What a killed run left of its last row goes; the row is computed again.
             whole = data[: data.rfind(b"\n") + 1]
-            if data and not whole:
+            if data and not whole and not _begun(data):
                 raise UserError(f"{path} holds no results of kvjax evaluate: give another --out")
             self.results = parse_results(path, whole.decode(errors="replace"))
             self._check()
@@ -153,11 +183,14 @@ class ResultsFile:
 
     def _check(self) -> None:
         for result in self.results:
-            held, reads = result.get(SETTINGS, {}), self._reads(result["method"])
-            for name in {**held, **self._settings}:
-                if name in OF_METHODS and (name not in self._settings or name not in reads):
+            held = result.get(SETTINGS, {})
+            wanted = {**self._settings, **self._own(result["method"])}
+            for name in {**held, **wanted}:
+                if name in OF_METHODS and name not in wanted:
                     continue
-                ours, theirs = self._settings.get(name), held.get(name)
+                if name == OF_WEIGHTS and name not in held:
+                    continue
+                ours, theirs = wanted.get(name), held.get(name)
                 if ours != theirs:
                     raise UserError(
                         f"{self.path} holds results with {name} {theirs}, and this run has {ours}: "
@@ -166,12 +199,8 @@ class ResultsFile:
 
     def _settings_of(self, method: str) -> dict[str, Any]:
         """The settings that a row of a method follows from."""
-        unread = set(OF_METHODS) - set(self._reads(method))
-        return {
-            name: value
-            for name, value in self._settings.items()
-            if name not in unread and (name not in OF_METHODS or value is not None)
-        }
+        own = {name: value for name, value in self._own(method).items() if value is not None}
+        return {**self._settings, **own}
 
     def has(self, key: Key) -> bool:
         return key in self._done

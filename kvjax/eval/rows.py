@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.eval.files import open_text
-from kvjax.eval.scorers import check_metric, needs_answer
+from kvjax.eval.scorers import HELD, check_metric, needs_answer
 from kvjax.models.tokenizer import Tokenizer
 
 Protocol = Literal["chat", "agnostic", "question", "prompt"]
@@ -81,6 +81,12 @@ class Row:
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ValueError(f"depth {shown(self.depth)} is not from 0 to 1")
         check_metric(self.metric)
+        if "" in self.stop:
+            raise ValueError("stop has an empty text, before which every answer ends")
+        if self.metric in HELD and not without_target:
+            for name, texts in (("target", (self.target,)), ("answers", self.answers)):
+                if not all(text.strip() for text in texts):
+                    raise ValueError(f"{name} has a text without words, which any answer holds")
 
 
 REQUIRED = ("id", "task", "length", *SEGMENTS, "target")

@@ -1,15 +1,16 @@
 """A whole evaluation: methods × rates × rows × protocols, resumable."""
 
-import functools
 import re
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 from kvjax.cache import get_method
+from kvjax.cache.calibration import Calibration
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.prompt_codecs import PROMPT_CODECS
-from kvjax.eval.results import OF_METHODS, ResultsFile
+from kvjax.eval.results import ResultsFile
 from kvjax.eval.rows import Row, Skipped, TokenRow
 from kvjax.eval.sizes import Variant, bucket
 from kvjax.models.hub import Progress
@@ -28,25 +29,25 @@ def variants_of(
     return found + [Variant(m, float(r), kind) for kind in kinds for m in others for r in rates]
 
 
-@functools.cache
-def settings_read(label: str) -> frozenset[str]:
-    """Which of `OF_METHODS` the rows of a method follow from; of one that is not known, all.
+def settings_of(label: str, calibration: Calibration | None, draft: str | None) -> dict[str, Any]:
+    """Those of `OF_METHODS` that the rows of a method follow from; none of one that is not known.
 
     Args:
         label: what rows call it, as `Variant.label`.
+        calibration: what this run has; what it has no arrays for does not run.
+        draft: the model that drafts, if one does.
     """
     name, _, stored = label.partition(" in ")
     try:
         method = get_method(re.sub(r" at \d+ tokens$", "", name))
     except UserError:
-        return frozenset(OF_METHODS)
-    levels = stored in PROMPT_CODECS and PROMPT_CODECS[stored].calibrated
-    reads = {
-        "calibration": bool(method.calibrated),
-        "levels": bool(levels),
-        "draft": method.drafts,
-    }
-    return frozenset(name for name in OF_METHODS if reads[name])
+        return {}
+    found: dict[str, Any] = {"draft": draft} if method.drafts else {}
+    levels = PROMPT_CODECS[stored].calibrated if stored in PROMPT_CODECS else ()
+    for kind, arrays in (("calibration", method.calibrated), ("levels", levels)):
+        if arrays and calibration is not None and {*arrays} <= {*calibration.arrays}:
+            found[kind] = calibration.digest(arrays)
+    return found
 
 
 def tokenised(
@@ -67,7 +68,8 @@ def tokenised(
         except (ValueError, UserError) as error:
             skipped.add(row.task, number, str(error))
     if not ready:
-        raise UserError(f"no row is left: {skipped.reasons[-1] if skipped.reasons else 'none'}")
+        why = skipped.reasons[-1] if skipped.reasons else "tasks and files have none"
+        raise UserError(f"no row is left: {why}")
     # Rows of one size side by side, so that the cache is laid out once for all of them.
     return sorted(ready.values(), key=lambda r: bucket(len(r[1].prompt) + len(r[1].target), 128))
 
@@ -77,6 +79,12 @@ def digest(tokens: TokenRow) -> str:
     parts = [*tokens.segments, tokens.target]
     data = b"/".join(part.tobytes() for part in parts)
     return f"{zlib.crc32(data):08x}"
+
+
+def scoring(row: Row) -> str:
+    """A fingerprint of what answers are compared with, and how."""
+    fields = (row.task, row.metric, row.answers, row.classes, row.stop, row.max_new_tokens)
+    return f"{zlib.crc32(repr(fields).encode()):08x}"
 
 
 def run(
@@ -100,9 +108,12 @@ def run(
         details: so many rows of each task keep what each layer and head held and its recall.
 
     Raises:
-        UserError: the file holds a result of one of these ids for another prompt.
+        UserError: the file holds a result of one of these ids for another prompt, or scored by
+            something else.
     """
     known = {result["id"]: result["digest"] for result in file.results}
+    # Rows from before it was written down lack it.
+    scored = {r["id"]: r["scoring"] for r in file.results if "scoring" in r}
     jobs: list[tuple[Row, TokenRow, dict[str, list[Variant]], bool]] = []
     seen: dict[str, int] = {}
     for row, tokens in rows:
@@ -110,6 +121,11 @@ def run(
             raise UserError(
                 f"{file.path} holds results of another prompt with the id {row.id}: "
                 "give another --out"
+            )
+        if scored.get(row.id, scoring(row)) != scoring(row):
+            raise UserError(
+                f"{file.path} holds results of {row.id} with another metric, other answers or "
+                "tokens: give another --out"
             )
         lacking = {
             protocol: [v for v in variants if not file.has((row.id, protocol, v.label, v.rate))]
@@ -124,7 +140,7 @@ def run(
         progress(row.id, done, total)
         for batch in evaluator.evaluate(row, tokens, lacking):
             for result in batch:
-                result["digest"] = digest(tokens)
+                result["digest"], result["scoring"] = digest(tokens), scoring(row)
                 if not detailed:
                     del result["recall_by_layer"], result["kept"]
             file.add(batch)

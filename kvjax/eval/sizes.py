@@ -8,12 +8,16 @@ from collections.abc import Sequence
 import jax
 
 from kvjax.cache import CacheSpec, as_codec, budget_blocks, cache_cap
+from kvjax.checks import check_whole
 from kvjax.engine.calls import NO_BUDGET
 from kvjax.errors import UserError
 from kvjax.eval.prompt_codecs import PROMPT_CODECS, PromptCodec
 from kvjax.eval.prompt_codecs.base import ModelShape
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import activation_dtype
+
+MOST_BLOCK = 2**12
+"""KVs of the largest block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +99,14 @@ class EvaluatorConfig:
     """Most tokens of a greedy answer that is given no beginning; 0 for no such answer."""
 
     def __post_init__(self):
-        for name in ("block_size", "num_slots", "max_target"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} {getattr(self, name)}: give at least 1")
+        check_whole("block_size", self.block_size, 1, MOST_BLOCK)
+        for name in ("num_slots", "max_target"):
+            check_whole(name, getattr(self, name), 1)
         for name in ("floor", "free_tokens"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} {getattr(self, name)}: give at least 0")
+            check_whole(name, getattr(self, name), 0)
         for name in ("context_length", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} {value}: give at least 1")
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, 1)
 
 
 def bucket(size: int, least: int) -> int:

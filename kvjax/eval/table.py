@@ -88,14 +88,19 @@ class Line:
     kvs_share: float
     """KVs held as a share of the full cache's."""
     megabytes: float
-    smaller: float | None
-    """Bytes of the full cache, as it is computed, over bytes held."""
+    bytes_share: float | None
+    """Bytes held as a share of the full cache's, as it is computed."""
     select_share: float
     """Seconds of choosing and writing the survivors as a share of the prefill's."""
     seconds: float
     """Seconds of a prompt after its prefill."""
     full_fails: bool
     """Whether the full cache scores too little for the task to say anything."""
+
+    @property
+    def smaller(self) -> float | None:
+        """Bytes of the full cache, as it is computed, over bytes held."""
+        return None if self.bytes_share is None else 1 / self.bytes_share
 
 
 def protocols_of(names: Iterable[str]) -> list[str]:
@@ -180,8 +185,8 @@ def _line(
         kvs=float(np.mean([row["kvs"] for row in rows])),
         kvs_share=float(np.mean([row["kvs"] / row["kvs_full"] for row in rows])),
         megabytes=float(np.mean([row["bytes"] for row in rows])) / 1e6,
-        smaller=float(np.mean([row["bytes_full"] / row["bytes"] for row in rows]))
-        if all("bytes_full" in row for row in rows)
+        bytes_share=float(np.mean([row["bytes"] / row["bytes_full"] for row in rows]))
+        if all(row.get("bytes_full") is not None for row in rows)
         else None,
         select_share=float(np.mean([s["select"] / s["prefill"] for s in seconds])),
         seconds=float(np.mean([s["select"] + s["score"] + s["decode"] for s in seconds])),
@@ -190,7 +195,8 @@ def _line(
 
 
 def _row(cells: Iterable[Any]) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+    plain = (" ".join(str(cell).split()).replace("|", "\\|") for cell in cells)
+    return "| " + " | ".join(plain) + " |"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
@@ -234,6 +240,8 @@ def full_table(lines: Sequence[Line]) -> str:
 def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value: str) -> str:
     """Methods by rates, one number each: the mean over tasks. The full cache's stands first.
 
+    What was run on fewer prompts than others says so: "12.5 (4 of 10 prompts)".
+
     Args:
         lines: from `summarise`.
         protocol: of the lines to use.
@@ -245,20 +253,29 @@ def rate_table(lines: Sequence[Line], protocol: str, tasks: Sequence[str], value
     chosen = [l for l in lines if l.protocol == protocol and l.task in tasks]
     rates = sorted({line.rate for line in chosen if line.method != FULL})
     cells: dict[tuple[str, float], list[float]] = collections.defaultdict(list)
+    prompts: collections.Counter[tuple[str, float]] = collections.Counter()
     percent = value in ("score", "free", "share", "agree", "recall")
     for line in chosen:
         number = 1 / line.kvs_share if value == "rate" else getattr(line, value)
         number = number.mean if isinstance(number, Interval) else number
         if number is not None:
             cells[line.method, line.rate].append(number * (100 if percent else 1))
+            prompts[line.method, line.rate] += line.prompts
+    # A mean over fewer tasks than the others' would not compare.
+    whole = {key: float(np.mean(c)) for key, c in cells.items() if len(c) == len(tasks)}
+    most = max((prompts[key] for key in whole), default=0)
+    form = ".1f" if percent or value in ("rate", "smaller") else ".3f"
+
+    def shown(key: tuple[str, float]) -> str:
+        number = _number(whole.get(key), form)
+        fewer = key in whole and prompts[key] < most
+        return f"{number} ({prompts[key]} of {most} prompts)" if fewer else number
+
     rows = []
     for method in dict.fromkeys(line.method for line in chosen):
         # Once for all rates: nothing is compressed.
-        found = [cells.get((method, 1.0 if method == FULL else rate)) for rate in rates]
-        # A mean over fewer tasks than the others' would not compare.
-        shown = [np.mean(c) if c and len(c) == len(tasks) else None for c in found]
-        form = ".1f" if percent or value in ("rate", "smaller") else ".3f"
-        rows.append((method, *(_number(v, form) for v in shown)))
+        keys = [(method, 1.0 if method == FULL else rate) for rate in rates]
+        rows.append((method, *map(shown, keys)))
     return "\n".join(markdown(("method", *(f"{rate:g}×" for rate in rates)), rows))
 
 

@@ -227,9 +227,8 @@ def test_calibrated_methods_are_added_to_a_file_of_others_and_the_reverse(
 
     def run(method, data):
         file = tmp_path / f"{data}.safetensors"
-        Calibration({HEAD_BUDGET: np.ones((2, 2), np.float32)}, fingerprint, {"data": data}).save(
-            file
-        )
+        budget = np.full((2, 2), {"mine": 1, "yours": 2}[data], np.float32)
+        Calibration({HEAD_BUDGET: budget}, fingerprint, {"data": "the same texts"}).save(file)
         given = ("--prompts", prompts, "--rates", 2, "--methods", method, "--calibration", file)
         return tiny(*given, "--free-tokens", 0)
 
@@ -238,9 +237,25 @@ def test_calibrated_methods_are_added_to_a_file_of_others_and_the_reverse(
     found = {row["method"]: row["settings"] for row in read(tmp_path / "r.jsonl")}
     assert set(found) == {"full", "kv-compress", "duo-heads", "snapkv"}
     assert [name for name in found if "calibration" in found[name]] == ["duo-heads"]
-    assert found["duo-heads"]["calibration"] == "mine"
+    mine, yours = (
+        Calibration.load(tmp_path / f"{x}.safetensors").digest() for x in ("mine", "yours")
+    )
+    assert found["duo-heads"]["calibration"] == mine
     code, _, err = run("duo-heads", "yours")
-    assert (code, "calibration mine, and this run has yours" in err) == (2, True)
+    assert (code, f"calibration {mine}, and this run has {yours}" in err) == (2, True)
+
+
+def test_prompts_that_are_scored_otherwise_are_others(tiny, prompts, tmp_path):
+    given = ("--prompts", prompts, "--rates", 2, "--methods", "tova", "--free-tokens", 0)
+    assert tiny(*given)[0] == 0
+    code, _, err = tiny(*given, "--weight-dtype", "int8")
+    assert (code, "weight_dtype None, and this run has int8" in err) == (2, True)
+    rows = [json.loads(line) for line in prompts.read_text().splitlines() if line[:1] == "{"]
+    prompts.write_text("\n".join(json.dumps({**row, "answers": ["five"]}) for row in rows))
+    code, _, err = tiny(*given, "--rates", "2,4")
+    assert (code, "results of a with another metric, other answers" in err) == (2, True)
+    code, _, err = tiny(*given, "--block-size", 10**8)
+    assert (code, "block_size 100000000: give a whole number from 1 to 4096" in err) == (2, True)
 
 
 def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
@@ -323,6 +338,9 @@ def test_no_file_of_a_run_is_lost_to_another(tiny, prompts, tmp_path):
         assert (code, err.startswith(f"error: {option} '/")) == (2, True)
         assert err.endswith(f": that is {other}, too; give another name\n")
         assert (prompts.read_text(), page.read_text()) == (kept, "a haystack")
+    code, _, err = tiny("--prompts", prompts)
+    assert (code, "r.md, which holds something else: give --table" in err) == (2, True)
+    assert page.read_text() == "a haystack"
 
 
 def test_the_page_is_told_even_where_it_cannot_be_written(tiny, prompts, monkeypatch):

@@ -138,6 +138,15 @@ def test_needles_are_maps_of_depth_and_rate():
     np.testing.assert_array_equal(bad.images[0].get_array(), [[0, 1]] * 4)
 
 
+def test_needles_by_length_are_those_of_the_largest_rate():
+    """Not those of rate 1 beside it, where a method was run at both."""
+    found = [row for row in rows(em=0) if row["rate"] in (1.0, 8.0)]
+    found += [{**row, "rate": 1.0, "em": 1} for row in found if row["method"] != "full"]
+    several = found + [{**row, "length": 2000} for row in found]
+    (good, *_) = axes_of(plot_needles(several, "prompt", "needle"))
+    np.testing.assert_array_equal(good.images[0].get_array(), np.zeros((4, 2)))
+
+
 def test_kept_and_recall_are_means_of_the_rows_with_details():
     axes = axes_of(plot_kept(rows(), "prompt", 8.0))[0]
     np.testing.assert_allclose(axes.images[0].get_array(), [[50, 10]] * 3)

@@ -1,13 +1,18 @@
 """Results on disk: what a killed run leaves, settings, and rows that are no results."""
 
+import functools
 import gzip
 import json
 
+import numpy as np
 import pytest
 
+from kvjax.cache import get_method
+from kvjax.cache.calibration import Calibration
 from kvjax.errors import UserError
+from kvjax.eval.prompt_codecs import PROMPT_CODECS
 from kvjax.eval.results import FIELDS, ResultsFile, key_of, read_results
-from kvjax.eval.run import settings_read
+from kvjax.eval.run import settings_of
 
 SETTINGS = {"model": "tiny", "block_size": 16}
 
@@ -84,6 +89,11 @@ def test_rows_that_say_too_little_are_named(tmp_path):
         assert f"{name} is missing" in said(json.dumps(row))
         assert f"({name} [])" in said(json.dumps({**row, name: []}))
     assert "seconds {'prefill': 1}" in said(json.dumps(result(0, seconds={"prefill": 1})))
+    for name in ("kvs", "kvs_full", "bytes", "bytes_full"):
+        assert f"({name} 0 is not more than 0)" in said(json.dumps(result(0, **{name: 0})))
+    assert "(score 'x')" in said(json.dumps(result(0, score="x")))
+    seconds = result(0)["seconds"] | {"prefill": 0}
+    assert "seconds of the prefill: 0" in said(json.dumps(result(0, seconds=seconds)))
     assert "settings 'none'" in said(json.dumps(result(0, settings="none")))
     assert "no JSON object" in said("[1]")
     # What Python's JSON has no room for: a number of many digits, lists of lists of lists.
@@ -102,27 +112,37 @@ def test_a_file_has_one_run_at_a_time(tmp_path):
 
 
 def test_settings_of_methods_count_where_they_are_read(tmp_path):
-    assert settings_read("full") == settings_read("snapkv at 128 tokens in int8") == set()
-    assert settings_read("predicted-reads at 64 tokens in int8") == {"calibration"}
-    assert settings_read("full in kvquant4c") == {"levels"}
-    assert settings_read("speckv") == {"draft"}
-    assert len(settings_read("a method of one's own")) == 3
+    names = (*get_method("predicted-reads").calibrated, *PROMPT_CODECS["kvquant4c"].calibrated)
+
+    def calibrated(value, **more):
+        return Calibration({n: np.full(2, value, np.float32) for n in (*names, *more)}, "0" * 16)
+
+    a, b = calibrated(1), calibrated(2)
+    for label in ("full", "snapkv at 128 tokens in int8", "a method of one's own"):
+        assert settings_of(label, a, "small") == {}
+    read = settings_of("predicted-reads at 64 tokens in int8", a, None)
+    # By what the method reads, whatever else the file has.
+    assert read == settings_of("predicted-reads", calibrated(1, other=3), "small")
+    assert read["calibration"] != settings_of("predicted-reads", b, None)["calibration"]
+    assert {*settings_of("full in kvquant4c", a, None)} == {"levels"}
+    assert settings_of("speckv", None, "small") == {"draft": "small"}
     path = tmp_path / "r.jsonl"
 
-    def run(method, **given):
-        with ResultsFile(path, {**SETTINGS, **given}, settings_read) as file:
+    def run(method, calibration=None, draft=None, **given):
+        own = functools.partial(settings_of, calibration=calibration, draft=draft)
+        with ResultsFile(path, {**SETTINGS, **given}, own) as file:
             file.add([result(len(file.results), method=method)])
             return file.results[-1]["settings"]
 
     # Added to one another in any order.
     assert run("full") == SETTINGS
     for _ in range(2):
-        assert run("predicted-reads", calibration="a") == {**SETTINGS, "calibration": "a"}
-        assert run("snapkv", calibration="a") == SETTINGS
-        assert run("speckv", draft=None) == SETTINGS
+        assert run("predicted-reads", a) == {**SETTINGS, **read}
+        assert run("snapkv", a) == SETTINGS
+        assert run("speckv") == SETTINGS
     # What such a row was made with is what its method goes on with.
     for method, given, said in (
-        ("predicted-reads", {"calibration": "b"}, "calibration a, and this run has b"),
+        ("h2o", {"calibration": b}, f"calibration {read['calibration']}, and this run has "),
         ("speckv", {"draft": "small"}, "draft None, and this run has small"),
         ("h2o", {"paper": "mine"}, "paper None, and this run has mine"),
     ):
@@ -130,7 +150,39 @@ def test_settings_of_methods_count_where_they_are_read(tmp_path):
             run(method, **given)
     # Of rows from before, which had all settings of their run.
     path.write_text(json.dumps(result(0, settings={**SETTINGS, "calibration": "a"})) + "\n")
-    assert run("predicted-reads", calibration="b")["calibration"] == "b"
+    assert run("predicted-reads", b)["calibration"]
+
+
+def test_weights_of_one_name_are_told_apart(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with ResultsFile(path, {**SETTINGS, "fingerprint": "a"}) as file:
+        file.add([result(0)])
+    with pytest.raises(UserError, match="fingerprint a, and this run has b"):
+        ResultsFile(path, {**SETTINGS, "fingerprint": "b"})
+    # Rows from before do not say.
+    path.write_text(json.dumps(result(0, settings=SETTINGS)) + "\n")
+    with ResultsFile(path, {**SETTINGS, "fingerprint": "b"}) as file:
+        assert len(file.results) == 1
+
+
+@pytest.mark.parametrize("size", [1, 20, 200])
+def test_what_is_left_of_a_first_row_is_computed_again(tmp_path, size):
+    path = tmp_path / "r.jsonl"
+    with ResultsFile(path, SETTINGS) as file:
+        file.add([result(0)])
+    whole = path.read_text()
+    path.write_text(whole[:size])
+    with ResultsFile(path, SETTINGS) as file:
+        assert file.results == []
+        file.add([result(0)])
+    assert path.read_text() == whole
+
+
+def test_a_row_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text((json.dumps(result(0)) + "\n") * 2)
+    with pytest.raises(UserError, match=r"line 2 .*\(line 1 has the same prompt, protocol, method"):
+        read_results(path)
 
 
 def test_other_settings_do_not_mix(tmp_path):

@@ -130,6 +130,9 @@ def test_a_prompt_may_have_a_length_of_its_own():
         ({"answers": ["x", 1]}, "is no list of texts"),
         ({"max_new_tokens": 0}, "max_new_tokens 0"),
         ({"metric": "bleu"}, "metric 'bleu'"),
+        ({"target": " \n"}, "target has a text without words"),
+        ({"metric": "contains", "answers": ["x", ""]}, "answers has a text without words"),
+        ({"stop": ["x", ""]}, "stop has an empty text"),
     ],
 )
 def test_malformed_rows_say_what_is_wrong(change, says):

@@ -54,6 +54,8 @@ def test_edit_similarity_takes_the_first_line_of_code():
     assert edit_similarity("abcd", "abed") == 0.75
     assert edit_similarity("\n# a comment\n`x`\nreturn x\nmore", "return x") == 1.0
     assert edit_similarity("// nothing else", "return x") == 0.0
+    # difflib takes the longest block first: "ab", before which nothing of "aabc" is in order.
+    assert edit_similarity("acabba", "aabcac") == 0.33
 
 
 def test_classification_splits_the_point_over_the_classes_named():
@@ -63,6 +65,9 @@ def test_classification_splits_the_point_over_the_classes_named():
     assert classification("Country", "City", classes) == 0.0
     # "location" is only named as a part of the truth.
     assert classification("Other location", "Other location", classes) == 1.0
+    # Of two such classes side by side LongBench's loop passes over the second.
+    nested = ("abc", "a", "b", "x")
+    assert classification("abc", "abc", nested) == 0.5
 
 
 def test_numbers_count_by_their_share():

@@ -129,6 +129,23 @@ def test_rate_tables_average_over_tasks_or_say_nothing():
     assert rate_table(lines, "prompt", ["needle"], "kl").splitlines()[3] == "| a | 0.500 |"
 
 
+def test_fewer_prompts_than_others_are_told():
+    """A mean over some prompts does not look like one over all of them."""
+    few = [result(i, "c", 4.0, 1.0, kvs=kvs, bytes_full=4_000_000) for i, kvs in ((0, 25), (1, 75))]
+    lines = summarise([*RESULTS, *few])
+    assert rate_table(lines, "prompt", ["needle"], "score").splitlines()[2:] == [
+        "| full | 75.0 |",
+        "| a | 50.0 |",
+        "| b | 0.0 |",
+        "| c | 100.0 (2 of 4 prompts) |",
+    ]
+    # Of means, not a mean of ratios: 4 MB of .5 MB, and 1 of a half of the KVs.
+    assert lines[-1].smaller == pytest.approx(8)
+    assert 1 / lines[-1].kvs_share == 2
+    named = [result(0, "a|b", 4.0, 1.0, task="x\ny")]
+    assert "| x y | prompt | a\\|b | 4 |" in report(named, "Title")
+
+
 def test_free_answers_have_a_column_of_their_own():
     rows = [{**row, "free": 1.0 if row["method"] == "full" else 0.25} for row in RESULTS]
     full, a, _ = summarise(rows)

@@ -1,6 +1,7 @@
 """RULER-style rows, continuation, and local data sets: right answers, formats, bad folders."""
 
 import collections
+import dataclasses
 import gzip
 import json
 import re
@@ -13,6 +14,7 @@ from kvjax.errors import UserError
 from kvjax.eval.rows import Row, Skipped
 from kvjax.eval.scorers import needs_answer, score_answer, score_free
 from kvjax.eval.tasks import TASKS, Context, TaskOptions, expand_tasks, make_rows
+from kvjax.eval.tasks.base import chat_segments
 from kvjax.eval.tasks.longbench import METRICS, NO_CHAT
 from kvjax.models.tokenizer import ByteTokenizer
 
@@ -312,6 +314,12 @@ def test_longbench_in_a_papers_turn(longbench):
     made = rows(Marked(), turn=turn)
     assert around(made["qasper"]) == turn
     assert around(made["trec_e"]) == ("~", "")
+    counted = Context(
+        Marked(), TaskOptions(longbench=OWN_DATA / "longbench", whole=True), Skipped()
+    )
+    paper = dataclasses.replace(counted, options=dataclasses.replace(counted.options, turn=turn))
+    for context, wanted in ((counted, chat_segments(Marked())), (paper, ("~", ""))):
+        assert around(make_rows(["longbench/passage_count"], context)[0]) == wanted
     # A tokenizer without these marks has the model's own template, here none.
     assert around(rows(ByteTokenizer(), turn=turn)["qasper"]) == ("", "")
     bare = rows(Marked(), turn=("", ""))

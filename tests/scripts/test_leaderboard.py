@@ -20,7 +20,8 @@ def result(task, number, method, rate, *, kvs=100, em=1, kl=0.0, protocol="chat"
         "id": f"{task}/dev/1024/5/{number}", "task": task, "protocol": protocol,
         "method": method, "rate": rate, "digest": f"{task}{number}", "em": em, "kl": kl,
         "metric": "nll" if task == "continuation" else "em", "kvs": kvs, "kvs_full": 100,
-        "bytes": 4 * kvs, "bytes_full": 800, "settings": {"model": "m"}, "length": 1024,
+        "bytes": 4 * kvs, "bytes_full": 800, "settings": {"model": "m", "weights": "w"},
+        "length": 1024,
         "seconds": {"prefill": 2.0, "select": 0.1, "score": 0, "decode": 0}, "depth": None, **more,
     }  # fmt: skip
 
@@ -47,8 +48,20 @@ def test_a_row_says_what_was_measured():
     rows = BOARD.rows_at([*full, text, *ours], 8.0)
     assert rows == [
         ("`full`", "m", "100 [100, 100]", "–", shown(0), "1.0", "2.0", "+5.0 %", "100 %"),
-        ("`a`", "m", "50 [0, 100]", "–", shown(0.25), "4.0", "8.2", "+5.0 %", "25 %"),
+        ("`a`", "m", "50 [0, 100]", "–", shown(0.25), "4.0", "8.0", "+5.0 %", "25 %"),
     ]
+
+
+def test_weights_of_one_name_have_rows_of_their_own():
+    rows = [
+        result("needle", 0, method, rate, em=em, settings={"model": "m", "weights": weights})
+        for weights, em in (("q4", 1), ("q2", 0))
+        for method, rate in (("full", 1.0), ("a", 8.0))
+    ]
+    found = {cells[:2]: cells[2] for cells in BOARD.rows_at(rows, 8.0)}
+    right, wrong = "100 [100, 100]", "0 [0, 0]"
+    assert found == {("`full`", "m q4"): right, ("`a`", "m q4"): right,
+                     ("`full`", "m q2"): wrong, ("`a`", "m q2"): wrong}  # fmt: skip
 
 
 def test_what_was_not_run_on_all_prompts_has_no_figure():

@@ -3,7 +3,8 @@
 The folder holds `dataset2prompt.json` and `dataset2maxlen.json`, itself or below `config/`, and
 anywhere below it the subsets as .jsonl or .jsonl.gz with the official fields. Prompts, most new
 tokens and metrics are the official ones; the chat template is left out for the few-shot and code
-subsets, which begin as the checkpoint's texts do.
+subsets, which begin as the checkpoint's texts do (and for passage_count where a paper's turn stands
+in its place, as in KV-Compress's script).
 """
 
 import json
@@ -11,6 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.eval.files import open_text
 from kvjax.eval.rows import Row, read_jsonl
@@ -35,18 +37,23 @@ METRICS = {
 """Metric of every subset in English and of code."""
 FIRST_LINE = ("trec", "triviaqa", "samsum")
 """Subsets of whose answers the first line counts."""
-NO_CHAT = (*FIRST_LINE, "lcc", "repobench-p", "passage_count")
+NO_CHAT = (*FIRST_LINE, "lcc", "repobench-p")
 CONFIG = ("dataset2prompt.json", "dataset2maxlen.json")
 
 
-def _config(folder: Path, name: str) -> dict[str, Any]:
+def _config[T](folder: Path, name: str, kind: type[T]) -> dict[str, T]:
     for path in (folder / "config" / name, folder / name):
         if path.is_file():
             try:
                 with open_text(path) as file:
-                    return json.load(file)
+                    found = json.load(file)
             except ValueError as error:
                 raise UserError(f"{path} is no JSON: {error}") from error
+            fits = isinstance(found, dict) and all(type(x) is kind for x in found.values())
+            if not fits or (kind is int and min(found.values(), default=1) < 1):
+                wanted = "positive whole number" if kind is int else "text"
+                raise UserError(f"{path}: wanted an object with a {wanted} for each subset")
+            return found
     raise UserError(f"{folder} lacks {name}, LongBench's configuration (also looked in config/)")
 
 
@@ -76,10 +83,11 @@ def subset_files(folder: Path) -> dict[str, list[Path]]:
 def _around(context: Context, base: str) -> tuple[str, str]:
     """What stands before and after a prompt: a turn of a chat, or what every text begins with."""
     tokenizer, turn = context.tokenizer, context.options.turn
+    plain = base in NO_CHAT or (base == "passage_count" and turn is not None)
     if turn is not None and any(turn):
         known = tokenizer.special_ids.intersection(tokenizer.encode(turn[0]))
         turn = turn if known else None
-    if base in NO_CHAT or turn == ("", ""):
+    if plain or turn == ("", ""):
         return beginning(tokenizer), ""
     return chat_segments(tokenizer) if turn is None else turn
 
@@ -99,9 +107,12 @@ def _row(context: Context, subset: str, values: Any, prompt: str, max_new: int) 
     for name in ("context", "input"):
         if not isinstance(values.get(name), str):
             raise ValueError(f"{name} is missing or no text")
-    answers = values.get("answers")
+    answers, classes = values.get("answers"), values.get("all_classes") or []
     if not isinstance(answers, list) or not answers:
         raise ValueError("answers is missing or empty")
+    for name, texts in (("answers", answers), ("all_classes", classes)):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{name} {shown(texts)} is no list of texts")
     base = _base(subset)
     before, found, after = prompt.partition("{context}")
     if not found:
@@ -121,10 +132,10 @@ def _row(context: Context, subset: str, values: Any, prompt: str, max_new: int) 
         question=question,
         suffix=suffix,
         answer_prefix="",
-        target=space + str(answers[0]),
+        target=space + answers[0],
         metric=METRICS[base],
-        answers=tuple(str(answer) for answer in answers),
-        classes=tuple(values.get("all_classes") or ()),
+        answers=tuple(answers),
+        classes=tuple(classes),
         max_new_tokens=max_new,
         stop=("\n",) if base in FIRST_LINE else (),
         most_tokens=_most_tokens(context.options, max_new),
@@ -140,7 +151,7 @@ def subset_rows(context: Context, wanted: str | None) -> list[Row]:
     folder = context.options.longbench
     if folder is None:
         raise UserError("LongBench needs its rows: give --longbench or --data")
-    prompts, lengths = (_config(folder, name) for name in CONFIG)
+    prompts, lengths = _config(folder, CONFIG[0], str), _config(folder, CONFIG[1], int)
     files = subset_files(folder)
     if wanted is not None and wanted not in files:
         raise UserError(f"{folder} lacks {wanted}.jsonl; it has {', '.join(files)}")
