@@ -63,8 +63,9 @@ class Replica:
 
         async for message in messages_of(self._app, scope, body):
             if message["type"] == "http.response.start":
-                own = [*message["headers"], (SERVED_BY, self._name)]
-                message = {**message, "headers": own}
+                # Ray's proxy names the request itself.
+                own = [h for h in message["headers"] if h[0].lower() != b"x-request-id"]
+                message = {**message, "headers": [*own, (SERVED_BY, self._name)]}
             yield message
 
     def check_health(self) -> None:

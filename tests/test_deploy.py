@@ -50,7 +50,14 @@ def pod_of(template: dict[str, Any], **labels: str) -> tuple[dict[str, Any], arg
     else:
         command = shlex.join(container["args"])
     found = options_of(command)
-    assert template["spec"]["terminationGracePeriodSeconds"] > found.drain
+    wait = 0
+    if "ports" in container:
+        # Who is sent there still, because the Service does not know yet, is answered meanwhile.
+        name, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert name == "sleep"
+        wait = int(seconds)
+        assert wait > 1
+    assert template["spec"]["terminationGracePeriodSeconds"] > wait + found.drain
     assert {volume["name"] for volume in template["spec"]["volumes"]} == {
         mount["name"] for mount in container["volumeMounts"]
     }

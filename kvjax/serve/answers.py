@@ -164,6 +164,10 @@ class ChatAnswer(Answer):
         self._most_calls = most_calls
         self._calls: dict[int, int] = {}
         """How many calls each choice has."""
+        self._blank: dict[int, str] = {}
+        """White space that ends the text of each choice so far: it may stand before a call."""
+        self._said: set[int] = set()
+        """Choices that have said something beside calls."""
 
     def _read(self, index: int, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         """New text of a choice without the calls in it, and these."""
@@ -178,7 +182,18 @@ class ChatAnswer(Answer):
         if self._most_calls is not None:
             calls = calls[: max(0, self._most_calls - begun)]
         self._calls[index] = begun + len(calls)
+        shown = self._trimmed(index, shown, ended)
         return shown, [{"index": begun + i, **call.as_dict()} for i, call in enumerate(calls)]
+
+    def _trimmed(self, index: int, text: str, ended: bool) -> str:
+        """Text without the white space around calls: that at either end of all that is said."""
+        text, called = self._blank.get(index, "") + text, self._calls[index] > 0
+        if called and index not in self._said:
+            text = text.lstrip()
+        words = text.rstrip()
+        self._blank[index] = text[len(words) :]
+        self._said |= {index} if words else set()
+        return text if ended and not called else words
 
     def whole(self, outputs, usage, kvjax):
         choices = []
@@ -186,7 +201,7 @@ class ChatAnswer(Answer):
             text, calls = self._read(index, output.text, ended=True)
             message = {"role": "assistant", "content": text, "refusal": None}
             if calls:
-                message["content"] = text.strip() or None
+                message["content"] = text or None
                 message["tool_calls"] = [
                     {name: x for name, x in call.items() if name != "index"} for call in calls
                 ]

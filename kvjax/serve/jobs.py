@@ -253,10 +253,12 @@ def max_tokens_of(body: Request, prompt_len: int, max_len: int, settings: Server
     """
     name, asked = asked_tokens(body)
     room = max_len - prompt_len
+    # Clients that shorten a conversation know this refusal by its words, not by its code.
+    too_long = f"this model's maximum context length is {max_len} tokens"
     if room < 1:
         raise ApiError(
             400,
-            f"the prompt has {prompt_len} tokens and the context is {max_len}: shorten it",
+            f"{too_long} and the prompt has {prompt_len}: shorten it (context_length_exceeded)",
             param=source_of(body),
             code="context_length_exceeded",
         )
@@ -268,8 +270,8 @@ def max_tokens_of(body: Request, prompt_len: int, max_len: int, settings: Server
     if asked > room:
         raise ApiError(
             400,
-            f"the prompt has {prompt_len} tokens and {name} is {asked}, but the context is "
-            f"{max_len}: shorten the prompt or ask for fewer tokens",
+            f"{too_long}, the prompt has {prompt_len}, and {name} is {asked}: shorten the prompt "
+            "or ask for fewer tokens (context_length_exceeded)",
             param=name,
             code="context_length_exceeded",
         )

@@ -7,6 +7,7 @@ a list of them with `name` and `arguments`; and an answer that is nothing but a 
 
 import dataclasses
 import json
+import re
 import uuid
 from collections.abc import Collection, Iterable
 from typing import Any, Literal, NoReturn
@@ -79,22 +80,33 @@ class CallReader:
                     return shown, calls
                 self._taken(len(BEGIN))
                 self._inside = True
-            if (at := self._held.find(END)) < 0:
+            if (closed := self._closed()) is None:
                 return shown, calls
-            inside = self._taken(at)
-            self._taken(len(END))
-            self._inside = False
-            found = self._calls(inside)
-            calls += found
-            shown += "" if found else BEGIN + inside + END
+            shown, calls = shown + closed[0], calls + closed[1]
 
     def flush(self) -> tuple[str, list[Call]]:
         """What is left at the end: a call without its end mark counts if it is whole."""
+        shown, calls = "", []
+        while self._inside and (closed := self._closed(ended=True)) is not None:
+            for text, found in (closed, self.push("")):
+                shown, calls = shown + text, calls + found
         held = self._taken(len(self._held))
-        calls = self._calls(held) if self._inside else []
-        if calls:
-            return "", calls
-        return (BEGIN if self._inside and self._form == "tags" else "") + held, []
+        if self._inside and (found := self._calls(held)):
+            return shown, calls + found
+        return shown + (BEGIN if self._inside and self._form == "tags" else "") + held, calls
+
+    def _closed(self, ended: bool = False) -> tuple[str, list[Call]] | None:
+        """What begins what is held, with an end mark, as text or as calls; None without one."""
+        first = at = self._held.find(END)
+        while at >= 0 and _in_string(self._held[:at]):
+            at = self._held.find(END, at + len(END))
+        if first < 0 or (at < 0 and not ended):
+            return None
+        found = self._calls(self._held[:at]) if at >= 0 else []
+        inside = self._taken(at if found else first)
+        self._taken(len(END))
+        self._inside = False
+        return "" if found else BEGIN + inside + END, found
 
     def _taken(self, size: int) -> str:
         taken, self._held = self._held[:size], self._held[size:]
@@ -120,6 +132,12 @@ class CallReader:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
+
+
+def _in_string(text: str) -> bool:
+    """Whether JSON ends within a string, which no end of a line can be in."""
+    marks = re.findall(r'\\.|"', text.rpartition("\n")[2])
+    return marks.count('"') % 2 == 1
 
 
 def _begun(text: str) -> int:

@@ -199,5 +199,31 @@ def test_a_key_is_asked_for_and_kept_nowhere(browser, serve):
         page.press("#key", "Enter")
         page.get_by_text("layers").first.wait_for()
         assert page.is_hidden("#key-form")
+        ask(page, "hello")
+        assert page.locator(".error").count() == 0
         assert page.evaluate("JSON.stringify([localStorage, sessionStorage])") == "[{},{}]"
         page.context.close()
+
+
+@pytest.mark.slow
+def test_what_was_refused_is_no_part_of_the_conversation(page):
+    """It lies in the box again, to be mended, and the next question is asked without it."""
+    sent = []
+
+    def answer(route):
+        sent.append(json.loads(route.request.post_data)["messages"])
+        if len(sent) == 1:
+            said = json.dumps({"error": {"message": "too long"}})
+        else:
+            said = json.dumps({"choices": [{"delta": {"content": "yes"}}]})
+        return route.fulfill(content_type="text/event-stream", body=f"data: {said}\n\n")
+
+    page.route("**/v1/chat/completions", answer)
+    ask(page, "much too long")
+    assert page.locator(".error").text_content() == "too long"
+    assert page.input_value("#prompt") == "much too long"
+    assert page.get_by_text("Ask a full cache").count() == 0
+    assert "ended before" in page.text_content("#subject")
+    ask(page, "shorter")
+    assert page.input_value("#prompt") == ""
+    assert sent == [[{"role": "user", "content": text}] for text in ("much too long", "shorter")]

@@ -297,6 +297,15 @@ def test_a_choice_that_had_not_begun_in_time_leaves_the_others_theirs(serve):
         assert sorted(choice["index"] for choice in ended) == list(range(8))
 
 
+def test_what_is_too_long_says_so_in_the_words_that_clients_know(client):
+    """They look for these in the message, and shorten the conversation."""
+    for more in ({"prompt": "a" * 3000}, {"prompt": "a" * 40, "max_tokens": 3000}):
+        error = refused(client.post(COMPLETE, json=more), 400)
+        assert "this model's maximum context length is " in error["message"]
+        assert f"({error['code']})" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+
+
 def test_a_full_queue_says_when_to_come_back(serve):
     body = {"prompt": "a" * 40, "max_tokens": 400, "ignore_eos": True}
     with serve(**ONE, max_waiting=1) as server:

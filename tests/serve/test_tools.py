@@ -35,6 +35,16 @@ CASES = [
     ("tags", MARKED, "", [CALLED]),
     ("tags", f"I look.\n{MARKED} and {MARKED}.", "I look.\n and .", [CALLED, CALLED]),
     ("tags", f"<tool_call>[{OSLO}, {NOW}]</tool_call>", "", [CALLED, ("time", {})]),
+    # A mark within a string ends nothing, one behind a string that is never closed does.
+    (
+        "tags",
+        MARKED.replace("Oslo", "a </tool_call> b"),
+        "",
+        [("weather", {"city": "a </tool_call> b"})],
+    ),
+    ("tags", f'<tool_call>{{"oh</tool_call> {MARKED}', '<tool_call>{"oh</tool_call> ', [CALLED]),
+    ("tags", f'<tool_call>{{"oh</tool_call>\n{MARKED}', '<tool_call>{"oh</tool_call>\n', [CALLED]),
+    ("tags", f'<tool_call>{{"\\" </tool_call>{MARKED}', '<tool_call>{"\\" </tool_call>', [CALLED]),
     # The end mark may be an end of turn, which is not printed.
     ("tags", f"<tool_call>{OSLO}", "", [CALLED]),
     ("tags", "a < b, <tool>, <tool_cal", "a < b, <tool>, <tool_cal", []),
@@ -132,10 +142,27 @@ def test_calls_for_the_openai_client(ask):
 def test_calls_in_a_stream(ask):
     with ask(f"I look. {MARKED}{MARKED}", stream=True) as stream:
         choices = [chunk.choices[0] for chunk in stream]
-    assert "".join(choice.delta.content or "" for choice in choices) == "I look. "
+    assert "".join(choice.delta.content or "" for choice in choices) == "I look."
     calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
     assert [call.index for call in calls] == [0, 1]
     assert len({call.id for call in calls}) == 2
     assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Oslo"}] * 2
     assert choices[-1].finish_reason == "tool_calls"
     assert not any(choice.finish_reason for choice in choices[:-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{MARKED}\n{MARKED}", None),
+        (f"Sure.\n{MARKED}\n{MARKED}\n", "Sure."),
+        (f"\n{MARKED}\n So.\n{MARKED} Done.", "So.\n Done."),
+        ("\n No call. \n", "\n No call. \n"),
+    ],
+)
+def test_white_space_around_calls_is_not_said_whole_or_streamed(ask, text, said):
+    (choice,) = ask(text).choices
+    assert choice.message.content == said
+    with ask(text, stream=True) as stream:
+        parts = [chunk.choices[0].delta.content or "" for chunk in stream]
+    assert "".join(parts) == (said or "")

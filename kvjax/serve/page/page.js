@@ -28,6 +28,7 @@ async function look() {
     const response = await fetch("kvjax/status", { headers: headers(), cache: "no-store" });
     $("key-form").hidden = response.status !== 401;
     if (response.status === 401) { $("model").textContent = "this server needs a key"; return; }
+    if (!response.ok) throw new Error(`the server answers ${response.status}`);
     const first = status === null;
     status = await response.json();
     if (first) begin();
@@ -54,7 +55,7 @@ function begin() {
   const at = RATES.indexOf(status.rate);
   if (at >= 0) $("rate").value = at;
   settings();
-  setInterval(look, 1000);
+  busy(false);
 }
 
 function settings() {
@@ -121,9 +122,15 @@ class Answer {
       };
       for await (const event of ask(body, signal)) this.take(event);
     } catch (error) {
+      this.failed = true;
       if (signal.aborted) this.state.textContent = "stopped";
-      else { this.state.textContent = ""; this.text.append(make("p", "error", error.message)); }
+      else {
+        this.state.textContent = "";
+        this.text.append(make("p", "error", error.message));
+        this.box.scrollIntoView({ block: "nearest" });
+      }
     }
+    this.ended = true;
     this.box.classList.remove("waiting");
     if (this.kvs) this.foot.prepend(this.button("Show its cache", () => show(this, true)));
     draw();
@@ -191,7 +198,8 @@ function draw() {
   const kvs = shown?.kvs;
   $("figures").hidden = !kvs;
   if (!kvs) {
-    $("subject").textContent = shown ? "The prompt is being read; nothing has been forgotten yet."
+    $("subject").textContent = shown?.ended ? "This answer ended before anything of its cache was told."
+      : shown ? "The prompt is being read; nothing has been forgotten yet."
       : "No answer yet: what the cache of one holds will be shown here.";
     return;
   }
@@ -237,6 +245,13 @@ async function send(text) {
   const title = method === "full" ? "full cache" : `${method}, ${rate}×`;
   const answer = new Answer(answers, messages, compression, title);
   const said = await answer.run(running.signal);
+  if (answer.failed && !said) {
+    // What was not answered is no part of the conversation: it can be mended and sent again.
+    turns.pop();
+    if (!$("prompt").value) $("prompt").value = text;
+    busy(false);
+    return;
+  }
   turns.push({ role: "assistant", content: said });
   if (method !== "full") {
     const beside = async () => {
@@ -311,5 +326,5 @@ $("key-form").addEventListener("submit", (event) => {
   look();
 });
 busy(false);
-$("send").disabled = true;
-look().then(() => { $("send").disabled = !status; });
+look();
+setInterval(() => { if ($("key-form").hidden) look(); }, 1000);
