@@ -159,7 +159,7 @@ class Engine:
         with self.metrics.round(self.clock):
             self._take_in()
             if not self.scheduler.only_decodes:
-                self.reports.collect_held()
+                self.reports.collect_held(alone=True)
             with self._compiling():
                 self._run(self.scheduler.round())
                 chunk, self._chunk = self._chunk, None
@@ -181,7 +181,7 @@ class Engine:
 
         Returns the blocks that it gave back.
         """
-        self.reports.collect_held()
+        self.reports.collect_held(alone=True)
         before = self.scheduler.accounts.num_free
         self._compress([request], blocks)
         return self.scheduler.accounts.num_free - before

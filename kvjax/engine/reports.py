@@ -94,13 +94,20 @@ class Reports:
             self.collect_held()
         self._run(self.scheduler.settle(short, progress))
 
-    def collect_held(self) -> None:
-        """Take in what the device says of the step that was held back, if any was."""
+    def collect_held(self, *, alone: bool = False) -> None:
+        """Take in what the device says of the step that was held back, if any was.
+
+        Args:
+            alone: whether the device has nothing to do behind it: blocks that it took are counted
+                then, and otherwise with what reports next.
+        """
         if not self.held:
             return
         loops, self.held = self.held, []
         for (decode, _), report in zip(loops, self._told(loops), strict=True):
             self._decoded(decode.requests, report)
+        if alone:
+            self.scheduler.accounts.free[:] = self.worker.free_blocks()
 
     def _told(self, loops: Sequence[tuple[Decode, list[DecodeReport]]]) -> list[DecodeReport]:
         """What the device says of decode steps (waits for it)."""

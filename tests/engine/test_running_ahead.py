@@ -120,6 +120,34 @@ def gpu_like(llm) -> None:
     llm.worker.decodes_once = llm.engine.runs_ahead = True
 
 
+def test_blocks_that_a_step_took_that_was_held_back_are_not_free(tiny_params, monkeypatch):
+    """Else a prompt is let in that has no room, and begins again."""
+    llm = make_llm(tiny_params, FULL, max_batch=4, block_size=1)
+    gpu_like(llm)
+    round_of, held, counted = llm.scheduler.round, [], []
+
+    def noted_round():
+        if held.pop():
+            counted.append((llm.scheduler.accounts.num_free, int(llm.worker.free_blocks().sum())))
+        return round_of()
+
+    monkeypatch.setattr(llm.scheduler, "round", noted_round)
+    for prompt in prompts_of(20, 24):
+        llm.add_request(prompt, greedy(24))
+    for number in range(99):
+        if number in (4, 6):
+            (prompt,) = prompts_of(9)
+            llm.add_request(prompt, greedy(3))
+        held.append(bool(llm.engine.reports.held) and number in (4, 6))
+        llm.step()
+        if not llm.has_unfinished():
+            break
+    assert counted
+    for ours, device in counted:
+        assert ours == device
+    assert_empty(llm)
+
+
 def test_the_next_steps_are_dispatched_before_the_last_one_has_reported(tiny_params, monkeypatch):
     """The device has work while the host takes in what it said of the others."""
     prompts = prompts_of(20, 24)
