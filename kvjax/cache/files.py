@@ -1,6 +1,8 @@
 """Arrays in files: safetensors whose metadata say what they are."""
 
 import os
+import stat
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +27,12 @@ def read_arrays(
         UserError: there is no such file, it is damaged or of another format; names file and fault.
     """
     path = Path(path)
+    try:
+        # What is not there, or may not be read, is told apart here alone.
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise UserError(f"{what} {path}: {error.strerror or error}") from None
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -52,9 +60,14 @@ def write_arrays(
     path = Path(path)
     # What is saved is the memory of an array, whatever its strides.
     whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    part = path.with_name(path.name + ".part")
+    # Another process may write the same file.
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
+        with part.open("wb") as made:
+            mode = os.fstat(made.fileno()).st_mode
         save_file(whole, part, {"format": layout, **metadata})
+        # The library's are for nobody else to read.
+        part.chmod(stat.S_IMODE(mode))
         os.replace(part, path)
     except OSError as error:
         raise UserError(f"{what} {path}: {error.strerror or error}") from None

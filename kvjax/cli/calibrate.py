@@ -248,7 +248,9 @@ def _output(options: argparse.Namespace, model) -> Path:
     """The file that is written: one that can be, before anything is computed."""
     if options.out is not None:
         return options.out
-    out = Path(f"{model.config.name}.safetensors")
+    # A checkpoint may call itself by a path.
+    name = Path(model.config.name).name.lstrip(".") or "calibration"
+    out = Path(f"{name}.safetensors")
     check_output_file("--out", out)
     return out
 

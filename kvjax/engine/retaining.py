@@ -116,7 +116,7 @@ def read(
         if int(arrays["seq_len"]) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens, and KVs of {int(arrays['seq_len'])}")
     except ValueError as error:
-        raise UserError(f"prefix {path}: {error}; give a file that was saved whole") from None
+        raise UserError(f"prefix {path}: {error}; save it again with this engine") from None
     return Saved(path, tokens, settings, logits, arrays)
 
 

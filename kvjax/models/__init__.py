@@ -125,7 +125,8 @@ def load_model(
     config, params = load_params(
         path, config, dtype, progress, weight_dtype=weight_dtype, stacked=stacked, shardings=lies
     )
-    same = weight_dtype is None and lies is None
+    # bfloat16 is not that of the checkpoint any more once small weights were rounded to float16.
+    same = weight_dtype is None and lies is None and np.dtype(dtype) != np.float16
     own = None if same else functools.partial(hashed, config)
     return LoadedModel(config, params, tokenizer, str(path), own, lies)
 

@@ -50,6 +50,12 @@ _BY_MODEL_TYPE = {row.model_type: row for row in ARCHITECTURES}
 GGUF_ARCHITECTURES = {row.gguf: row for row in ARCHITECTURES if row.gguf is not None}
 
 
+ORIGINAL = "original_max_position_embeddings"
+MISTRAL_WINDOW, QWEN_WHOLE_LAYERS = 4096, 28
+"""What transformers takes for Mistral's ``sliding_window`` and Qwen's ``max_window_layers`` where
+the file does not say."""
+
+
 def _whole(fields: Fields, key: str) -> int:
     fields.require(key)
     return fields.whole(key, 0)
@@ -80,12 +86,12 @@ def _architecture(hf: Fields) -> Architecture:
 
 
 def _rope(hf: Fields) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from ``rope_theta``/``rope_scaling`` or ``rope_parameters``."""
-    parameters = hf.object("rope_parameters")
+    """RoPE base and scaling, from ``rope_scaling`` or ``rope_parameters``, and else from fields of
+    their own: what transformers takes where a file says a thing twice."""
     scaling = hf.object("rope_scaling")
-    scaling = scaling if scaling.values else parameters
-    theta = hf.number("rope_theta", parameters.number("rope_theta", 10_000.0))
-    partial = hf.number("partial_rotary_factor", parameters.number("partial_rotary_factor", 1.0))
+    scaling = scaling if scaling.values else hf.object("rope_parameters")
+    theta = scaling.number("rope_theta", hf.number("rope_theta", 10_000.0))
+    partial = scaling.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise UserError(
             f"{hf.where}: partial_rotary_factor {partial} is not supported: only 1.0 is"
@@ -101,7 +107,9 @@ def _rope(hf: Fields) -> tuple[float, RopeScaling | None]:
         factor=_number(scaling, "factor"),
         low_freq_factor=_number(scaling, "low_freq_factor"),
         high_freq_factor=_number(scaling, "high_freq_factor"),
-        original_max_position_embeddings=_whole(scaling, "original_max_position_embeddings"),
+        original_max_position_embeddings=_whole(
+            scaling if scaling.get(ORIGINAL) is not None else hf, ORIGINAL
+        ),
     )
 
 
@@ -129,15 +137,34 @@ def config_from_hf(
         raise UserError(f"{where}: {error}") from None
 
 
-def _config(hf: Fields, name: str) -> ModelConfig:
-    architecture = _architecture(hf)
+def _check_window(hf: Fields, architecture: Architecture, num_layers: int, longest: int) -> None:
+    """Refuse a sliding window that some layer would see the end of."""
     window = hf.whole("sliding_window", least=0)
-    uses_window = architecture.always_windows or hf.flag("use_sliding_window")
-    if window is not None and uses_window:
+    if architecture.always_windows:
+        uses, way_out = True, "use a checkpoint with full attention (Mistral v0.2 or later)"
+        if "sliding_window" not in hf.values:
+            window = MISTRAL_WINDOW
+    else:
+        # The first layers of Qwen have full attention: so many, where no list says which.
+        whole, kinds = (
+            hf.whole("max_window_layers", QWEN_WHOLE_LAYERS, least=0),
+            hf.get("layer_types"),
+        )
+        slides = "sliding_attention" in kinds if isinstance(kinds, list) else whole < num_layers
+        uses = hf.flag("use_sliding_window") and slides
+        way_out = "use a checkpoint whose use_sliding_window is false"
+    if uses and window is not None and window < longest:
         raise UserError(
             f"{architecture.name} with a sliding window of {window} tokens is not supported; "
-            "use a checkpoint with full attention (Mistral v0.2 or later)"
+            + way_out
         )
+
+
+def _config(hf: Fields, name: str) -> ModelConfig:
+    architecture = _architecture(hf)
+    num_layers = _whole(hf, "num_hidden_layers")
+    longest = hf.whole("max_position_embeddings", 2048)
+    _check_window(hf, architecture, num_layers, longest)
     activation = hf.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UserError(f"hidden_act {shown(activation)} is not supported; supported: silu")
@@ -159,14 +186,14 @@ def _config(hf: Fields, name: str) -> ModelConfig:
         vocab_size=_whole(hf, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_whole(hf, "intermediate_size"),
-        num_layers=_whole(hf, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=hf.whole("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=hf.whole("max_position_embeddings", 2048),
+        max_position_embeddings=longest,
         # What the architectures assume when the file is silent.
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         attention_bias=architecture.attention_bias,

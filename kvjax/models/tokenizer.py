@@ -18,7 +18,12 @@ from kvjax.errors import UserError
 from kvjax.models import vocabulary
 from kvjax.models.chat import ChatTemplate, Message
 from kvjax.models.streaming import StreamDecoder
-from kvjax.models.tokenizer_files import TokenizerParts, library_errors, read_tokenizer
+from kvjax.models.tokenizer_files import (
+    TOOL_TEMPLATE,
+    TokenizerParts,
+    library_errors,
+    read_tokenizer,
+)
 
 _REPLACEMENT = "\ufffd".encode()
 
@@ -48,7 +53,7 @@ class Tokenizer:
         self.eos_ids = parts.eos_ids
         self.adds_bos = parts.adds_bos
         self.chat_template = parts.chat_template
-        self._template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._sentencepiece, self._strip_leading_space = _decoding(parts.backend)
@@ -126,11 +131,17 @@ class Tokenizer:
         for number, message in enumerate(messages):
             if missing := [key for key in ("role", "content") if key not in message]:
                 raise ValueError(f"messages[{number}] lacks {missing[0]!r}: got {message!r}")
-        if self.chat_template is None:
+        source = self.tool_template if variables.get("tools") else self.chat_template
+        if source is None:
             return "\n\n".join(str(message["content"]) for message in messages)
-        if self._template is None:
-            self._template = ChatTemplate(self.chat_template, self._parts.special_tokens)
-        return self._template.render(messages, add_generation_prompt, **variables)
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(source, self._parts.special_tokens)
+        return self._templates[source].render(messages, add_generation_prompt, **variables)
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template of chats with tools: that of all chats, where there is no other."""
+        return self._parts.tool_template or self.chat_template
 
     def chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
@@ -158,6 +169,11 @@ class Tokenizer:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
+        if self.tool_template != self.chat_template:
+            named = {"default": self.chat_template, TOOL_TEMPLATE: self.tool_template}
+            config["chat_template"] = [
+                {"name": name, "template": source} for name, source in named.items() if source
+            ]
         try:
             target.mkdir(parents=True, exist_ok=True)
             (target / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")

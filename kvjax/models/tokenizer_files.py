@@ -6,7 +6,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,11 @@ _LLAMA3_RANKS = 128_000
 _MAX_TOKENIZER_JSON = 256 << 20
 _MAX_TOKENIZER_MODEL = 16 << 20
 _MAX_TEMPLATE = 1 << 20
+TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE = "tool_use"
+TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
+_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
+_PREFIXED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class TokenizerParts:
 
     adds_bos: whether plain text starts with the beginning token by the checkpoint's own rule.
     special_tokens: variables for the chat template, such as `bos_token`, with their text.
+    tool_template: the template of chats with tools, where that is another one.
     """
 
     backend: tokenizers.Tokenizer
@@ -62,6 +68,7 @@ class TokenizerParts:
     adds_bos: bool
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_template: str | None = None
 
 
 def read_tokenizer(path: str | os.PathLike[str]) -> TokenizerParts:
@@ -140,11 +147,14 @@ def _with_configs(
     config = _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
     model = _read_json(folder / "config.json")
-    special_tokens = {
-        key: token
-        for key in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (token := _token_text(config.get(key), config.label(key))) is not None
-    }
+    # Where older checkpoints say what the first says now.
+    before = _read_json(folder / "special_tokens_map.json")
+    special_tokens = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        said = config if key in config.values else before
+        if (token := _token_text(said.get(key), said.label(key))) is not None:
+            special_tokens[key] = token
+    _add_tokens(backend, folder, config, set(special_tokens.values()))
 
     def index(key: str) -> int | None:
         return backend.token_to_id(special_tokens[key]) if key in special_tokens else None
@@ -156,6 +166,11 @@ def _with_configs(
         eos_ids.update(file.whole_or_several("eos_token_id"))
     if not generation.values:
         eos_ids |= _end_ids(backend)
+    if eos_ids <= {None} and "eos_token" in special_tokens:
+        raise UserError(
+            f"the vocabulary lacks the eos_token {shown(special_tokens['eos_token'])} of "
+            f"{folder}, so no answer would end: get the tokenizer's files again"
+        )
     adds_bos = config.flag("add_bos_token", adds_bos)
     for key, token_id in (("bos_token", bos), ("eos_token", eos_id)):
         if token_id is not None and (token := backend.id_to_token(token_id)) is not None:
@@ -166,9 +181,45 @@ def _with_configs(
         bos_id=bos,
         eos_ids=frozenset(index for index in eos_ids if index is not None),
         adds_bos=adds_bos and bos is not None,
-        chat_template=_chat_template(folder, config),
         special_tokens=special_tokens,
+        **_chat_templates(folder, config),
     )
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: Fields, marks: Collection[str]
+) -> None:
+    """Adds the tokens that the files beside a vocabulary have and it lacks, by their ids.
+
+    marks: what else is special where the files do not say.
+    """
+    listed = config.object("added_tokens_decoder")
+    found: dict[int, tokenizers.AddedToken] = {}
+    for key, token in listed.values.items():
+        if not re.fullmatch(r"[0-9]{1,9}", key):
+            raise UserError(f"{listed.where} has the key {shown(key)}: give token ids")
+        flags = token if isinstance(token, dict) else {}
+        flags = {name: flags[name] is True for name in _FLAGS if name in flags}
+        text = _token_text(token, listed.label(key)) or ""
+        found[int(key)] = tokenizers.AddedToken(text, **{"normalized": False, **flags})
+    if not found:
+        older = _read_json(folder / "added_tokens.json")
+        for text in older.values:
+            special = text in marks
+            index = older.whole(text, -1, 0)
+            found[index] = tokenizers.AddedToken(text, normalized=False, special=special)
+    for index, token in sorted(found.items()):
+        if not token.content or backend.token_to_id(token.content) is not None:
+            continue
+        # One below that has another name in the vocabulary, which the model was trained with.
+        if index < (size := _vocab_size(backend)):
+            continue
+        if index > size:
+            raise UserError(
+                f"the added token {shown(token.content)} has the id {index}, and the vocabulary "
+                f"ends at {size}: get the tokenizer's files again"
+            )
+        backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
 
 
 def _token_text(value: Any, label: str) -> str | None:
@@ -178,19 +229,27 @@ def _token_text(value: Any, label: str) -> str | None:
     return None if value is None else check_text(label, value, "the text of a token")
 
 
-def _chat_template(folder: Path, config: Fields) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        try:
-            return read_bytes(file, _MAX_TEMPLATE).decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"cannot read {file}: {error}") from error
+def _chat_templates(folder: Path, config: Fields) -> dict[str, str | None]:
+    """The template of plain chat, and that of chats with tools where it is another one."""
     template, label = config.get("chat_template"), config.label("chat_template")
-    if isinstance(template, list):  # several by name; "default" is the one for plain chat
-        named = [entry for entry in template if isinstance(entry, dict)]
-        chosen = [entry.get("template") for entry in named if entry.get("name") == "default"]
-        template = chosen[-1] if chosen else None
-    return None if template is None else _checked_template(template, label)
+    named = {"default": template}
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        if "default" not in named and not (folder / TEMPLATE_FILE).exists():
+            raise UserError(f"{label} has no template of the name default: give it one")
+    checked = {
+        name: None if source is None else _checked_template(source, label)
+        for name in ("default", TOOL_TEMPLATE)
+        for source in [named.get(name)]
+    }
+    for name, file in (("default", TEMPLATE_FILE), (TOOL_TEMPLATE, TOOL_TEMPLATE_FILE)):
+        if (folder / file).exists():
+            try:
+                checked[name] = read_bytes(folder / file, _MAX_TEMPLATE).decode()
+            except UnicodeDecodeError as error:
+                raise UserError(f"cannot read {folder / file}: {error}") from error
+    return {"chat_template": checked["default"], "tool_template": checked[TOOL_TEMPLATE]}
 
 
 def _checked_template(template: Any, label: str) -> str:
@@ -219,14 +278,19 @@ def _vocab_size(backend: tokenizers.Tokenizer) -> int:
 
 
 def _read_tokenizer_json(path: Path) -> TokenizerParts:
-    backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_TOKENIZER_JSON))
+    data = read_bytes(path, _MAX_TOKENIZER_JSON)
+    if _PREFIXED.search(data):
+        # The library ends the process where a merge of such a vocabulary is too short.
+        raise UserError("continuing_subword_prefix is not supported: no such model is")
+    backend = tokenizers.Tokenizer.from_buffer(data)
     backend.no_truncation()
     backend.no_padding()
-    # What the file itself puts before an empty text is the beginning token, if it has one.
+    # What the file itself puts before a text is the beginning token, if it has one.
+    marked, plain = (backend.encode("a", add_special_tokens=marks).ids for marks in (True, False))
     start = [
         index
-        for index in backend.encode("", add_special_tokens=True).ids[:1]
-        if index in _special_ids(backend).values()
+        for index in marked[:1]
+        if marked != plain and plain[:1] != [index] and index in _special_ids(backend).values()
     ]
     bos_id = start[0] if start else None
     return _with_configs(backend, path.parent, bos_id=bos_id, adds_bos=bool(start))

@@ -39,6 +39,7 @@ class PreTokenizer:
 
     ignore_merges: a word that is a token as a whole becomes it without merging.
     adds_bos: files that say nothing else put the beginning token before plain text.
+    composed: letters and their marks are made one first (Unicode's NFC).
     """
 
     single_digits: bool = False
@@ -46,6 +47,7 @@ class PreTokenizer:
     regex: str | None = None  # None: GPT-2's, built into the byte-level step
     ignore_merges: bool = False
     adds_bos: bool = False
+    composed: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         """The `tokenizers` object: the splits, then bytes as printable characters."""
@@ -85,7 +87,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-v3": _LLAMA3,
     "smaug-bpe": PreTokenizer(regex=_LLAMA3_REGEX),
     "dbrx": PreTokenizer(regex=_LLAMA3_REGEX),
-    "qwen2": _QWEN2,
+    "qwen2": PreTokenizer(regex=_QWEN2_REGEX, composed=True),
     "stablelm2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
@@ -147,6 +149,8 @@ def byte_level_backend(
     except Exception as error:
         raise UserError(f"the vocabulary and its merges disagree: {shown_error(error)}") from error
     backend = tokenizers.Tokenizer(model)
+    if pre_tokenizer.composed:
+        backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizer.build()
     backend.decoder = decoders.ByteLevel()
     return backend

@@ -159,7 +159,7 @@ class ChatAnswer(Answer):
     ):
         """Begin an answer of which each choice may call these tools, so many times."""
         super().__init__(model, tokenizer, ignore_eos)
-        self._form: Form | None = form_of(tokenizer.chat_template or "") if tools else None
+        self._form: Form | None = form_of(tokenizer.tool_template or "") if tools else None
         self._tools, self._readers = tools, dict[int, CallReader]()
         self._most_calls = most_calls
         self._calls: dict[int, int] = {}

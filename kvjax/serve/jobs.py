@@ -61,7 +61,7 @@ def render(
             400, f"chat_template_kwargs has {taken[0]!r}: {way}", param="chat_template_kwargs"
         )
     if tools:
-        if "tools" not in (tokenizer.chat_template or ""):
+        if "tools" not in (tokenizer.tool_template or ""):
             raise ApiError(400, "tools: this model's chat template has no place for them: leave "
                            "them out, or serve a model that was taught to use tools",
                            param="tools")  # fmt: skip

@@ -1,5 +1,6 @@
 """Calibrated arrays: saved whole, refused where they are of another model or damaged."""
 
+import concurrent.futures
 import dataclasses
 import os
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvjax.cache import files
 from kvjax.cache.calibration import Calibration
 from kvjax.errors import UserError
 from kvjax.models.decoder import init_params
@@ -31,6 +33,29 @@ def test_what_was_saved_is_loaded(tmp_path):
     }
     assert [x.name for x in tmp_path.iterdir()] == [path.name]
     found.check("abc", 3)
+
+
+def test_a_file_is_for_whom_other_files_are(tmp_path):
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    Calibration(ARRAYS, "abc").save(tmp_path / "one")
+    assert (tmp_path / "one").stat().st_mode == plain.stat().st_mode
+
+
+def test_two_may_write_the_same_file(tmp_path, monkeypatch):
+    """Another process that is half way through loses nothing by it."""
+    path, save = tmp_path / "one", files.save_file
+
+    def meanwhile(arrays, part, metadata):
+        save(arrays, part, metadata)
+        monkeypatch.setattr(files, "save_file", save)
+        with concurrent.futures.ThreadPoolExecutor() as other:
+            other.submit(Calibration(ARRAYS, "def").save, path).result()
+
+    monkeypatch.setattr(files, "save_file", meanwhile)
+    Calibration(ARRAYS, "abc").save(path)
+    assert Calibration.load(path).model_hash == "abc"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_another_model_is_refused_in_one_line():

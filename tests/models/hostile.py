@@ -60,6 +60,12 @@ def write_tiny(folder: Path) -> Path:
     return folder
 
 
+def without_whole(folder: Path, name: str) -> None:
+    """Where an index is what is looked at: it counts where no file has all tensors."""
+    if name.endswith(".index.json"):
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+
+
 def refusal(path: Any) -> str:
     """The one line that loading the checkpoint gives."""
     with pytest.raises(UserError) as caught:

@@ -271,9 +271,67 @@ def test_sliding_windows_are_refused():
     with pytest.raises(UserError, match="sliding window of 4096"):
         config_from_hf({**MISTRAL, "sliding_window": 4096})
     with pytest.raises(UserError, match="sliding window"):
-        config_from_hf({**QWEN25, "use_sliding_window": True})
+        config_from_hf(
+            {**QWEN25, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 23}
+        )
     with pytest.raises(UserError, match="Qwen3ForCausalLM with a sliding window of 9"):
-        config_from_hf({**QWEN3, "use_sliding_window": True, "sliding_window": 9})
+        config_from_hf(
+            {**QWEN3, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
+        )
+    # What Mistral's first version meant by saying nothing.
+    silent = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    with pytest.raises(UserError, match=r"sliding window of 4096 .*Mistral v0\.2"):
+        config_from_hf(silent)
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        {**MISTRAL, "sliding_window": 32768},
+        {**QWEN25, "use_sliding_window": True},
+        {**QWEN25, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 24},
+        {
+            **QWEN3,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention"],
+        },
+        {
+            **{k: v for k, v in MISTRAL.items() if k != "sliding_window"},
+            "max_position_embeddings": 4096,
+        },
+    ],
+)
+def test_windows_that_no_layer_sees_the_end_of_do_no_harm(hf):
+    assert config_from_hf(hf).max_position_embeddings >= 4096
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "theta", "scaled"),
+    [
+        ({"rope_scaling": {**LLAMA3, "rope_theta": 5e5}}, 5e5, True),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, 5e5, False),
+        ({"rope_scaling": LLAMA3, "rope_theta": 3e5}, 3e5, True),
+        ({"rope_scaling": {"rope_type": "default"}, "rope_theta": 3e5,
+          "rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, 3e5, False),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None},
+          "original_max_position_embeddings": 4096}, 1e4, True),
+    ],
+)  # fmt: skip
+def test_what_a_file_says_twice_is_what_transformers_takes(said, theta, scaled):
+    plain = {k: v for k, v in LLAMA31.items() if not k.startswith("rope")}
+    config = config_from_hf({**plain, **said})
+    assert config.rope_theta == theta
+    assert (config.rope_scaling is not None) == scaled
 
 
 def test_unknown_names_get_an_offer():

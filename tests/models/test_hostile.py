@@ -23,6 +23,7 @@ from tests.models.hostile import (
     TINY,
     field,
     refusal,
+    without_whole,
     write_tiny,
 )
 
@@ -68,6 +69,7 @@ NO_OBJECTS = (
 
 @pytest.mark.parametrize("name", JSON_FILES)
 def test_no_json_object(name: str, folder: Path) -> None:
+    without_whole(folder, name)
     for content in NO_OBJECTS:
         (folder / name).write_text(content)
         assert name in refusal(folder)
@@ -75,6 +77,7 @@ def test_no_json_object(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", JSON_FILES)
 def test_bytes_that_are_no_text_and_files_without_end(name: str, folder: Path) -> None:
+    without_whole(folder, name)
     (folder / name).write_bytes(b'{"a": "\xff\xfe"}')
     assert name in refusal(folder)
     # A hole of 1 GB: it takes no place on the disk, and nobody should read it.
@@ -86,6 +89,7 @@ def test_bytes_that_are_no_text_and_files_without_end(name: str, folder: Path) -
 
 @pytest.mark.parametrize("name", JSON_FILES)
 def test_pipes_devices_and_folders_in_place_of_files(name: str, folder: Path) -> None:
+    without_whole(folder, name)
     file = folder / name
     file.unlink(missing_ok=True)
     file.symlink_to("/dev/zero")

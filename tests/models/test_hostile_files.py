@@ -17,7 +17,7 @@ from kvjax.models.hub import resolve_weights
 from kvjax.models.tokenizer_files import read_tokenizer
 from kvjax.models.weights import load_params
 from tests.models.checkpoints import random_tensors, write_gguf
-from tests.models.hostile import DEEP, LONG, TINY, refusal, write_tiny
+from tests.models.hostile import DEEP, LONG, TINY, refusal, without_whole, write_tiny
 from tests.models.tokenizer_builders import write_byte_gguf, write_sentencepiece_gguf
 
 
@@ -70,6 +70,7 @@ def test_names_in_an_index(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     (folder / "zero").symlink_to("/dev/zero")
     index = folder / "model.safetensors.index.json"
+    without_whole(folder, index.name)
     texts = ["a\0b", "", ".", "..", "\ud800", "a\nb", "x" * 5000, "pipe", "zero", "absent"]
     for name in (*texts, "../tiny/model.safetensors", "/dev/zero", 5, None, ["x"]):
         index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))

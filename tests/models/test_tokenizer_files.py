@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+import tokenizers
 
 from kvjax.errors import UserError
 from kvjax.models import vocabulary
@@ -83,8 +84,71 @@ def test_named_templates_and_template_files(tmp_path):
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     _edit(folder / "tokenizer_config.json", chat_template=named)
     assert Tokenizer.from_path(folder).chat_template == "d"
+    both = Tokenizer.from_path(folder)
+    assert (both.render_chat([]), both.render_chat([], tools=[{}])) == ("d", "t")
+    both.save(tmp_path / "again")
+    assert Tokenizer.from_path(tmp_path / "again").tool_template == "t"
     (folder / "chat_template.jinja").write_text("file")
     assert Tokenizer.from_path(folder).chat_template == "file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("file of tools")
+    assert Tokenizer.from_path(folder).tool_template == "file of tools"
+    (folder / "chat_template.jinja").unlink()
+    _edit(folder / "tokenizer_config.json", chat_template=named[:1])
+    assert "no template of the name default" in _refusal(folder)
+
+
+def test_tokens_that_stand_beside_the_vocabulary_alone(tmp_path):
+    """As of a fine-tune that has its own marks: by their ids, and what ends its answers."""
+    folder = _saved(tmp_path)
+    (folder / "generation_config.json").unlink()
+    config = folder / "tokenizer_config.json"
+    marks = {"259": {"content": "<|im_start|>", "special": True}, "260": {"content": "<think>"}}
+    _edit(
+        config,
+        added_tokens_decoder={**marks, "257": {"content": "<other>"}},
+        eos_token="<|im_start|>",
+    )
+    tokenizer = Tokenizer.from_path(folder)
+    assert tokenizer.encode("a<|im_start|><think>") == [*tokenizer.encode("a"), 259, 260]
+    assert (tokenizer.vocab_size, 259 in tokenizer.eos_ids) == (261, True)
+    assert tokenizer.decode([259, 260]) == "<think>"
+    # One that has another name in the vocabulary is what the model was trained with.
+    assert tokenizer.token_bytes(257) != b"<other>"
+    _edit(config, added_tokens_decoder={}, eos_token=None)
+    (folder / "added_tokens.json").write_text('{"<|im_start|>": 259, "<think>": 260}')
+    del (said := json.loads(config.read_text()))["eos_token"]
+    config.write_text(json.dumps(said))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_start|>"}}')
+    older = Tokenizer.from_path(folder)
+    assert 259 in older.eos_ids
+    assert older.special_ids == tokenizer.special_ids
+    (folder / "added_tokens.json").write_text('{"<|im_start|>": 999}')
+    assert "'<|im_start|>' has the id 999, and the vocabulary ends at 259" in _refusal(folder)
+    (folder / "added_tokens.json").unlink()
+    (folder / "generation_config.json").write_text('{"max_length": 9}')
+    assert "lacks the eos_token '<|im_start|>'" in _refusal(folder)
+
+
+def test_a_token_that_is_appended_does_not_begin_texts(tmp_path):
+    folder = _saved(tmp_path)
+    for rule, bos in (("$A <|eot_id|>", None), ("<|eot_id|> $A", 258)):
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=rule, special_tokens=[("<|eot_id|>", 258)]
+        )
+        backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text("{}")
+        tokenizer = Tokenizer.from_path(folder)
+        assert (tokenizer.bos_id, tokenizer.adds_bos) == (bos, bos is not None)
+
+
+def test_a_vocabulary_that_ends_the_library_is_refused(tmp_path):
+    file = _saved(tmp_path) / "tokenizer.json"
+    value = json.loads(file.read_text())
+    value["model"]["continuing_subword_prefix"] = "x"
+    file.write_text(json.dumps(value))
+    assert "continuing_subword_prefix is not supported" in _refusal(file)
 
 
 def test_the_gguf_of_a_folder_is_its_tokenizer(tmp_path):

@@ -8,12 +8,13 @@ import base64
 import functools
 import io
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kvjax.models import vocabulary
 from kvjax.models.tokenizer import Tokenizer
@@ -75,6 +76,8 @@ def texts() -> list[str]:
 def trained(name: str) -> tokenizers.Tokenizer:
     """A byte-level BPE of 700 tokens that was trained with a rule."""
     oracle = tokenizers.Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
+    if name == "qwen2":
+        oracle.normalizer = normalizers.NFC()
     oracle.pre_tokenizer = RULES[name]()
     oracle.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -148,7 +151,8 @@ def test_byte_level_vocabularies(form, name, texts, tmp_path):
     for text in texts:
         ids = tokenizer.encode(text)
         assert ids == oracle.encode(text, add_special_tokens=False).ids, text
-        assert tokenizer.decode(ids) == text
+        said = unicodedata.normalize("NFC", text) if name == "qwen2" else text
+        assert tokenizer.decode(ids) == said
     assert tokenizer.vocab_size == 700 + len(SPECIAL)
     assert tokenizer.special_ids == set(range(700, 705))
     assert tokenizer.bos_id == 700

@@ -31,6 +31,7 @@ from tests.models.checkpoints import (
     write_folder,
     write_gguf,
 )
+from tests.models.tokenizer_builders import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +146,24 @@ def test_onto_devices(saved: Path, stacked: bool) -> None:
 def test_from_safetensors_with_tokenizer_files(tmp_path: Path) -> None:
     tensors = random_tensors(CONFIG)
     source = write_folder(tmp_path / "source", CONFIG, tensors)
-    (source / "tokenizer.json").write_text("{}")
-    (source / "tokenizer_config.json").write_text('{"a": 1}')
+    tiny_tokenizer().save(source)
+    (source / "generation_config.json").unlink()
+    told = json.loads((source / "config.json").read_text()) | {"eos_token_id": [3, 95]}
+    (source / "config.json").write_text(json.dumps(told))
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("tools")
     (source / "README.md").write_text("not this")
     config, params = load_params(source)
     path = save_orbax(tmp_path / "orbax", config, params, source)
+    # What ends an answer stands in the config.json alone, which is not copied.
+    assert Tokenizer.from_path(path).eos_ids == Tokenizer.from_path(source).eos_ids >= {3, 95}
+    assert Tokenizer.from_path(path).tool_template == "tools"
     assert sorted(p.name for p in path.iterdir()) == [
+        "additional_chat_templates",
         "config.json",
         "files.json",
+        "generation_config.json",
         "params",
         "tokenizer.json",
         "tokenizer_config.json",

@@ -78,10 +78,21 @@ def test_tied_and_untied(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(16, np.float32)
     _, params = load_params(write_folder(tmp_path / "tied", tied, tensors))
     assert_params(params, expected_params(tied, tensors))
+    for head in (tensors["lm_head.weight"] + 1, tensors["lm_head.weight"][:-1]):
+        other = write_folder(tmp_path / f"{len(head)}", tied, {**tensors, "lm_head.weight": head})
+        assert "lm_head.weight is not the embedding" in failure(other)
     untied = random_tensors(CONFIG)
     del untied["lm_head.weight"]
     path = write_folder(tmp_path / "untied", CONFIG, untied)
     assert "lm_head.weight is missing" in failure(path)
+
+
+def test_a_whole_file_counts_and_not_an_index_beside_it(tmp_path: Path) -> None:
+    """As of a fine-tune that was saved where the sharded original lay."""
+    old, new = (random_tensors(CONFIG, seed=seed) for seed in (0, 1))
+    folder = write_folder(tmp_path / "model", CONFIG, old, shards=2)
+    shutil.copy(write_folder(tmp_path / "new", CONFIG, new) / "model.safetensors", folder)
+    assert_params(load_params(folder)[1], expected_params(CONFIG, new))
 
 
 def test_biases(tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ def typed(cache: PagedCache, held: Mapping[str, np.ndarray]) -> Held:
     found: Held = {}
     heads = (cache.num_layers, cache.num_kv_heads)
     kinds = {"context_len": (np.dtype(np.int32), heads), "seq_len": (np.dtype(np.int32), ())}
-    if set(held) != {*kinds, *_pools(cache)}:
-        raise ValueError("it has other arrays than this cache")
+    if other := {*held} ^ {*kinds, *_pools(cache)}:
+        names = ", ".join(sorted(other))
+        raise ValueError(f"it was saved beside other methods or types: {names} is in one alone")
     for name, (dtype, shape) in kinds.items():
         if held[name].dtype != dtype or held[name].shape != shape:
             raise ValueError(f"{name} has shape {list(held[name].shape)}")

@@ -81,7 +81,8 @@ class Integers(Scaled):
 
     Those of 8 bits are −127 … 127 times the scale. Rows of fewer bits are rotated first (a
     Hadamard matrix, as of QuaRot, section 4), which spreads what single channels have over all of
-    them and leaves nothing for a zero point to do. Levels lie at ±½, ±1½, …; the outermost stands
+    them; what all channels have in common it gathers in one, so rows with a mean far from zero lose
+    much, and those of the models measured have none. Levels lie at ±½, ±1½, …; the outermost stands
     for the share of the row's largest entry, of a few, that leaves the least squared error. The
     scale is then the one with which the product of a row and what it decodes to is the row's square
     (EDEN, section 3): logits are not drawn to 0, as they are by the scale of least error.

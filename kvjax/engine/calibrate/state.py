@@ -20,7 +20,7 @@ def save(path: Path, key: str, arrays: Mapping[str, Any]) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    part = path.with_name(path.name + ".writing")
+    part = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         with open(part, "wb") as file:
             np.savez(file, key=np.array(key), **arrays)

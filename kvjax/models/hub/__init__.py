@@ -72,10 +72,14 @@ class _HubError(Exception):
     """Why the hub gave nothing, in a few words."""
 
 
+_OF_ROOT = ("*.safetensors", "*.json", "tokenizer*", "*.model")
+
+
 def _snapshot(hub_id: str, revision: str | None = None) -> Path:
     """The folder with the checkpoint `hub_id`: safetensors, JSON and tokenizer files of its root.
 
-    `consolidated*` (the publisher's own format, as large as the rest) and subfolders are left.
+    `consolidated*` (the publisher's own format, as large as the rest) and what else subfolders have
+    than templates are left.
     """
     from huggingface_hub import snapshot_download
 
@@ -83,8 +87,9 @@ def _snapshot(hub_id: str, revision: str | None = None) -> Path:
         folder = snapshot_download(
             hub_id,
             revision=revision,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"],
-            ignore_patterns=["*/*", "consolidated*"],
+            allow_patterns=[*_OF_ROOT, "*.jinja"],
+            # Of subfolders further templates alone.
+            ignore_patterns=[*(f"*/{kind}" for kind in _OF_ROOT), "*/*/*", "consolidated*"],
         )
     return Path(str(folder))
 

@@ -23,6 +23,9 @@ from kvjax.models.weights.source import TensorSource, all_finite, convert
 # Elements per piece: above NumPy's overhead, within a core's cache, nothing beside any model.
 _PIECE = 1 << 18
 _MAX_WORKERS = 8
+HEAD = "lm_head.weight"
+TIED_ROWS = 64
+"""Rows of a head that are compared with the embedding's."""
 
 
 def check_source(source: TensorSource, config: ModelConfig) -> list[TensorSlot]:
@@ -46,7 +49,9 @@ def check_source(source: TensorSource, config: ModelConfig) -> list[TensorSlot]:
                 f"configuration says {list(slot.file_shape)}"
             )
         slots.append(slot)
-    ignored = IGNORED_SUFFIXES + (("lm_head.weight",) if config.tie_word_embeddings else ())
+    ignored = IGNORED_SUFFIXES + ((HEAD,) if config.tie_word_embeddings else ())
+    if config.tie_word_embeddings and HEAD in source.shapes:
+        _check_tied(source, config)
     extra = [name for name in source.shapes if name not in known and not name.endswith(ignored)]
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -54,6 +59,22 @@ def check_source(source: TensorSource, config: ModelConfig) -> list[TensorSlot]:
             f"{source.path}: the configuration has no place for the tensor {extra[0]}{more}"
         )
     return slots
+
+
+def _check_tied(source: TensorSource, config: ModelConfig) -> None:
+    """Refuse an output head that is not the embedding that the configuration says it is."""
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    slots = {source.tensor_name(slot): slot for slot in tensor_slots(untied)}
+    head, table = slots[HEAD], slots["model.embed_tokens.weight"]
+    rows = range(0, config.vocab_size, max(1, config.vocab_size // TIED_ROWS))
+    if source.shapes[HEAD] != head.file_shape or not all(
+        np.array_equal(source.read_rows(head, row, row + 1), source.read_rows(table, row, row + 1))
+        for row in rows
+    ):
+        raise UserError(
+            f"{source.path}: the tensor {HEAD} is not the embedding, and config.json says "
+            "tie_word_embeddings: set it to false to use this head, or leave the tensor out"
+        )
 
 
 def fill_params(

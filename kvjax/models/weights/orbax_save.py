@@ -26,14 +26,16 @@ from kvjax.models.weights.gguf_header import read_gguf_header
 from kvjax.models.weights.orbax import CONFIG, DEALING, FILES, GROUP_BYTES, PARAMS, list_files
 from kvjax.models.weights.placement import ParamPath
 
+GENERATION = "generation_config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "generation_config.json",
+    GENERATION,
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.json",
     "vocab.json",
     "merges.txt",
@@ -234,12 +236,22 @@ def _require_space(target: Path, params: nnx.State) -> None:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
+    # It reads headers by a module of this package.
+    from kvjax.models.tokenizer_files import read_tokenizer
+
     if source.is_dir():
         found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
         for file in found:
-            shutil.copyfile(file, folder / file.name)
+            (folder / file.relative_to(source)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / file.relative_to(source))
         has_tokenizer = any(file.name in ("tokenizer.json", "tokenizer.model") for file in found)
         ggufs = sorted(source.glob("*.gguf"))
+        if has_tokenizer:
+            # The config.json that is written is the model's alone.
+            ends = sorted(read_tokenizer(source).eos_ids)
+            generation = folder / GENERATION
+            said = json.loads(generation.read_bytes()) if generation.is_file() else {}
+            generation.write_text(json.dumps({**said, "eos_token_id": ends}, indent=2) + "\n")
         if has_tokenizer or len(ggufs) != 1:
             return
         source = ggufs[0]

@@ -131,6 +131,9 @@ def read_part(path: Path) -> Fields:
 
 def _shards(folder: Path) -> list[Path]:
     """The files that hold the checkpoint's tensors."""
+    # As transformers does: an index beside it is that of a checkpoint that lay there before.
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
     index = folder / _INDEX
     if index.exists():
         weight_map = read_part(index).object("weight_map").values
@@ -142,8 +145,6 @@ def _shards(folder: Path) -> list[Path]:
             if not (plain and Path(name).name == name):
                 raise UserError(f"{index} names {shown(name)}, which is not a file of its folder")
         return [folder / name for name in sorted(set(weight_map.values()))]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
     whole = [file for file in files if not file.name.startswith("consolidated")]
     if not whole:
