@@ -44,7 +44,7 @@ def convert(options: argparse.Namespace) -> str:
 
     from kvjax.models.config import MODELS
     from kvjax.models.hub import resolve_weights
-    from kvjax.models.weights import load_params, save_orbax
+    from kvjax.models.weights import checkpoint_hash, load_params, save_orbax
     from kvjax.models.weights.orbax_save import check_target
 
     startup.started()
@@ -61,7 +61,14 @@ def convert(options: argparse.Namespace) -> str:
         config, params = load_params(source, known, options.dtype, progress, stacked=False)
         if progress:
             progress("write", 0, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
-        target = save_orbax(options.output, config, params, source, overwrite=options.force)
+        target = save_orbax(
+            options.output,
+            config,
+            params,
+            source,
+            overwrite=options.force,
+            fingerprint=checkpoint_hash(source, config, "float32"),
+        )
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     seconds = time.perf_counter() - begin
     return f"{target}: {config.name}, {options.dtype}, {size / 1e6:.0f} MB, {seconds:.1f} s"

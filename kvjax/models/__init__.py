@@ -21,6 +21,7 @@ from kvjax.models.hub import resolve_weights
 from kvjax.models.parallel import Split, join_params
 from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
 from kvjax.models.weights import checkpoint_config, checkpoint_hash, load_params
+from kvjax.models.weights.orbax import told_hash
 from kvjax.models.weights.placement import dummies
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -127,6 +128,7 @@ def load_model(
     )
     # bfloat16 is not that of the checkpoint any more once small weights were rounded to float16.
     same = weight_dtype is None and lies is None and np.dtype(dtype) != np.float16
+    same = same and told_hash(path) is None
     own = None if same else functools.partial(hashed, config)
     return LoadedModel(config, params, tokenizer, str(path), own, lies)
 

@@ -16,8 +16,8 @@ import pytest
 from kvjax.cli import main_of
 from kvjax.cli.main import run_command
 from kvjax.errors import UserError
-from kvjax.models import hub
-from kvjax.models.weights import load_params
+from kvjax.models import hub, load_model
+from kvjax.models.weights import checkpoint_hash, load_params
 from tests.models.checkpoints import (
     CONFIG,
     assert_params,
@@ -26,6 +26,7 @@ from tests.models.checkpoints import (
     write_folder,
     write_gguf,
 )
+from tests.models.tokenizer_builders import tiny_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "convert.py"
 CONVERT = functools.partial(run_command, "convert")
@@ -54,6 +55,16 @@ def test_default_dtype_is_bfloat16(source: Path, tmp_path: Path) -> None:
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b.astype(np.float32)), params, rounded
     )
+
+
+def test_calibrations_know_what_was_converted(tmp_path: Path) -> None:
+    """Also where float16 has rounded small weights otherwise than bfloat16 does."""
+    tensors = {name: x * 1e-6 for name, x in random_tensors(CONFIG).items()}
+    source, out = write_folder(tmp_path / "source", CONFIG, tensors), tmp_path / "out"
+    tiny_tokenizer().save(source)
+    assert main_of(CONVERT, [str(source), str(out), "--dtype", "float16", "--quiet"]) == 0
+    found = [load_model(weights=folder, dtype="float32").fingerprint for folder in (source, out)]
+    assert found[0] == found[1] == checkpoint_hash(out, CONFIG, "float16")
 
 
 def test_gguf_to_orbax(tmp_path: Path) -> None:

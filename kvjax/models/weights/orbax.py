@@ -50,6 +50,8 @@ from kvjax.models.weights.source import all_finite
 
 PARAMS = "params"
 CONFIG = "config.json"
+FINGERPRINT = "kvjax_fingerprint"
+"""Field of config.json: float16 has other weights than what it was rounded from."""
 DEALING, FILES = "dealing.json", "files.json"
 # What Orbax reads or writes at a time: it holds that much a second time meanwhile.
 GROUP_BYTES = 1 << 28
@@ -108,6 +110,8 @@ def orbax_hash(folder: Path, config: ModelConfig, dtype: np.dtype) -> str:
 
     Raises UserError as `load_orbax`.
     """
+    if (told := told_hash(folder)) is not None:
+        return told
     _check_files(folder)
     dealing = _read_dealing(folder, config)
     stored, lies = _check_metadata(folder, config, dtype, dealing), whole_in_every_process()
@@ -125,6 +129,11 @@ def orbax_hash(folder: Path, config: ModelConfig, dtype: np.dtype) -> str:
     plain = {name for name, layer in samples if layer is None}
     layers = {name for name, layer in samples if layer is not None}
     return hash_of_samples(config, plain, layers, lambda name, layer: samples[name, layer])
+
+
+def told_hash(folder: Path) -> str | None:
+    """That of the checkpoint that one was converted from; None where it does not say."""
+    return read_part(folder / CONFIG).text(FINGERPRINT) if is_orbax(folder) else None
 
 
 def read_config(folder: Path) -> ModelConfig:

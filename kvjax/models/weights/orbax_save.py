@@ -23,7 +23,15 @@ from kvjax.models.architectures import config_to_hf
 from kvjax.models.config import ModelConfig
 from kvjax.models.parallel import Dealing
 from kvjax.models.weights.gguf_header import read_gguf_header
-from kvjax.models.weights.orbax import CONFIG, DEALING, FILES, GROUP_BYTES, PARAMS, list_files
+from kvjax.models.weights.orbax import (
+    CONFIG,
+    DEALING,
+    FILES,
+    FINGERPRINT,
+    GROUP_BYTES,
+    PARAMS,
+    list_files,
+)
 from kvjax.models.weights.placement import ParamPath
 
 GENERATION = "generation_config.json"
@@ -52,6 +60,7 @@ def save_orbax(
     *,
     overwrite: bool = False,
     dealing: Dealing | None = None,
+    fingerprint: str | None = None,
 ) -> Path:
     """Writes an Orbax checkpoint that `load_params` reads; it appears whole or not at all.
 
@@ -66,6 +75,7 @@ def save_orbax(
         overwrite: replace the checkpoint that lies at `path`.
         dealing: how `params` are dealt to several devices, if they are. They are stored as they
             lie, each device's part by itself, and load onto any other number of devices.
+        fingerprint: of the checkpoint that they are of, by which its calibrations know them.
 
     Returns:
         `path`.
@@ -100,7 +110,8 @@ def save_orbax(
         if tokenizer is not None:
             _copy_tokenizer(Path(tokenizer), work)
         # Last: a folder without it does not load.
-        (work / CONFIG).write_text(json.dumps(config_to_hf(config), indent=2) + "\n")
+        told = {} if fingerprint is None else {FINGERPRINT: fingerprint}
+        (work / CONFIG).write_text(json.dumps(config_to_hf(config) | told, indent=2) + "\n")
         _put_in_place(work, target)
 
     with _told_in_one_line(target):
