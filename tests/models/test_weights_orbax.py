@@ -425,3 +425,21 @@ def test_structure_is_that_of_the_model(saved: Path) -> None:
         _, params = load_params(saved, stacked=stacked)
         abstract = abstract_params(CONFIG, jnp.float32, stacked)
         assert jax.tree.structure(params) == jax.tree.structure(abstract)
+
+
+def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path, monkeypatch) -> None:
+    config, params = load_params(write_folder(tmp_path / "a", CONFIG, random_tensors(CONFIG)))
+    write, target = orbax_save._write_arrays, tmp_path / "out"
+
+    def meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(orbax_save, "_write_arrays", write)
+        save_orbax(target, config, jax.tree.map(lambda leaf: leaf + 1, params))
+        write(*args)
+
+    monkeypatch.setattr(orbax_save, "_write_arrays", meanwhile)
+    # Of another process, whose folder beside it has another name.
+    monkeypatch.setattr(orbax_save.os, "getpid", iter(range(10**6, 10**7)).__next__)
+    with pytest.raises(UserError, match="exists already"):
+        save_orbax(target, config, params)
+    _, found = load_params(target)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b + 1), found, params)

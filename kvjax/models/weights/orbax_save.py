@@ -112,6 +112,8 @@ def save_orbax(
         # Last: a folder without it does not load.
         told = {} if fingerprint is None else {FINGERPRINT: fingerprint}
         (work / CONFIG).write_text(json.dumps(config_to_hf(config) | told, indent=2) + "\n")
+        # Somebody else may have put another one there meanwhile.
+        check_target(target, overwrite)
         _put_in_place(work, target)
 
     with _told_in_one_line(target):
