@@ -392,12 +392,16 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
         if not self._running:
             raise StopAsyncIteration
         try:
-            output = await self._mailbox.take(silence)
+            output = await self._mailbox.take(silence, lambda: not self._running)
         except BaseException:
             self.close()
             raise
         if output is not None and output.finished:
             self._running.pop(output.request_id, None)
+            if not self._running:
+                self._mailbox.wake()  # whoever reads beside
+        if output is None and not self._running:
+            raise StopAsyncIteration
         return output
 
     @property
@@ -407,6 +411,10 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
 
     def close(self) -> None:
         """End those of the requests that still run; their outputs are dropped."""
+        self._end()
+        self._mailbox.wake_soon()  # whoever waits for one
+
+    def _end(self) -> None:
         running, self._running = self._running, {}
         if running:
             self._front.abandon(running.values())
@@ -423,4 +431,4 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
         self.close()
 
     def __del__(self):
-        self.close()
+        self._end()

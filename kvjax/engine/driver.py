@@ -57,11 +57,18 @@ class Mailbox:
     def close(self) -> None:
         """Nothing more will come. From any thread."""
         self._closed = True
+        self.wake_soon()
+
+    def wake_soon(self) -> None:
+        """`wake`, from any thread."""
         with contextlib.suppress(RuntimeError):  # a loop that is closed waits for nothing
             self.loop.call_soon_threadsafe(self.wake)
 
-    async def take(self, silence: float | None = None) -> RequestOutput | None:
-        """The output that has waited longest; None if none came for `silence` seconds.
+    async def take(
+        self, silence: float | None = None, over: Callable[[], bool] = lambda: False
+    ) -> RequestOutput | None:
+        """The output that has waited longest; None if none came for `silence` seconds, or where
+        none is here and it is `over`.
 
         Raises:
             UserError: there will be none any more.
@@ -74,6 +81,9 @@ class Mailbox:
                         return self._outputs.pop(next(iter(self._outputs)))
                     if self._closed:
                         raise UserError("the engine's thread has ended: make another AsyncLLM")
+                    if over():
+                        self.wake()  # others that wait, too
+                        return None
                     self._news.clear()
                 if until is not None:
                     if self.loop.time() >= until:
@@ -85,6 +95,7 @@ class Mailbox:
                 timer.cancel()
 
     def clear(self) -> None:
+        """Drop what is here."""
         with self._lock:
             self._outputs.clear()
 

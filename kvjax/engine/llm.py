@@ -85,6 +85,14 @@ class LLM:
                 codec stores that dtype; the calibration is no such file, or of another model; the
                 draft has another tokenizer.
         """
+        for what, given, kind in (
+            ("model", model, (LoadedModel, str)),
+            ("compression", compression, (CompressionConfig, type(None))),
+            ("config", config, (EngineConfig, type(None))),
+        ):
+            if not isinstance(given, kind):
+                name = kind[0].__name__
+                raise UserError(f"{what} {shown(given)}: give a {name} ({what}=…)")
         self.compression = compression or CompressionConfig()
         self.config = config or EngineConfig()
         together = processes.current()

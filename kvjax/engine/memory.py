@@ -1,9 +1,12 @@
 """What goes where in a device's memory, decided before anything runs."""
 
+import contextlib
 import dataclasses
+import gc
 import math
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -220,13 +223,39 @@ def _bytes_on_a_device(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def _limit(config: EngineConfig, weights: int, devices: int) -> int:
     """Bytes that an engine may take of a device, weights that are there already included."""
+    sized = config.pool_tokens is not None or config.pool_bytes is not None
+    if not sized:
+        # Pools of engines that were dropped: these are parts of cycles.
+        gc.collect()
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * config.memory_fraction)
     # Devices of a CPU share its memory.
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices + weights
-    sized = config.pool_tokens is not None or config.pool_bytes is not None
+    available = available_bytes() // devices + weights
     return int(available * (config.memory_fraction if sized else CPU_FRACTION))
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that programs may still take of the host or of their cgroup; what files that were read
+    take of it can be had again.
+
+    Args:
+        root: of the file system that says so.
+    """
+
+    def said(path: str, name: str) -> int:
+        lines = (root / path).read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.split()[:1] == [name]))
+
+    found = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        found = 1024 * said("proc/meminfo", "MemAvailable:")
+    # Of a whole host, or where there is no limit ("max"), there is no number.
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        group = "sys/fs/cgroup/memory"
+        most, used = (int((root / f"{group}.{x}").read_text()) for x in ("max", "current"))
+        found = min(found, most - used + said(f"{group}.stat", "inactive_file"))
+    return max(0, found)
 
 
 def _size(count: int) -> str:

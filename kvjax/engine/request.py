@@ -28,7 +28,7 @@ class TokenLogprobs:
     """The likeliest tokens, descending."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class RequestStats:
     """Times in seconds on the engine's clock, and what happened to the cache."""
 
@@ -67,7 +67,7 @@ class RequestStats:
         return (self.finished - self.first_token) / (num_tokens - 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RequestOutput:
     """What a request has yielded so far."""
 

@@ -358,7 +358,9 @@ class Scheduler:
                 request = self._next()
             if request is None or self.accounts.have(self._needed(request)):
                 return
-            if self.prefilling is not None and (self.job is None or self.job.next_chunk):
+            # One whose KVs lie in the pool already has what it needs.
+            job = self.job
+            if self.prefilling is not None and (job is None or job.in_pool or job.next_chunk):
                 return
             plan = request.plan
             match = None if plan is None or not self.running else plan.match

@@ -15,17 +15,17 @@ TEXT_ENDINGS = (".txt", ".txt.gz", ".md", ".jsonl", ".jsonl.gz", ".json", ".json
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[IO[str]]:
-    """A UTF-8 text file, unpacked if its name ends in .gz.
+    """A UTF-8 text file, unpacked if its name ends in .gz; a byte order mark is none of its text.
 
     Raises:
         UserError: it cannot be read.
     """
     try:
         if path.name.endswith(".gz"):
-            with gzip.open(path, "rt", encoding="utf-8") as file:
+            with gzip.open(path, "rt", encoding="utf-8-sig") as file:
                 yield file
         else:
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8-sig") as file:
                 yield file
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: convert it, for instance with iconv") from error

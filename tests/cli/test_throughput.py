@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import sys
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvjax.cli import ArgumentParser, main_of
 from kvjax.cli import throughput as command
 from kvjax.cli.main import run_command
 from kvjax.cli.throughput import measure, remote, work
+from kvjax.engine import LLM
 from kvjax.errors import UserError
 from tests.tiny import TINY
 
@@ -104,6 +106,37 @@ def test_traces(throughput, tmp_path, name):
     assert row["num_prompts"] == 2
     assert row["time_to_first_token"]["p50"] <= row["time_to_first_token"]["p99"]
     assert row["time_per_output_token"]["p50"] > 0
+
+
+def test_a_request_of_a_trace_waits_from_its_arrival(throughput, tmp_path, monkeypatch):
+    """Not from when the round that ran then had ended."""
+    step = LLM.step
+
+    def slow(llm):
+        time.sleep(0.3)
+        return step(llm)
+
+    monkeypatch.setattr(LLM, "step", slow)
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 37, "output_length": 2}\n'
+        '{"timestamp": 50, "input_length": 37, "output_length": 2}\n'
+    )
+    code, (row,), err = throughput(*SMALL, "--trace", trace, "--rate", "v")
+    assert code == 0, err
+    # The second waits for the rest of one round and runs in the next.
+    assert row["time_to_first_token"]["p99"] > 0.5
+    assert row["expected_batch"] <= 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--trace", "t", "--plot-dir", "d"), ("--trace", "t", "--input-len", 9),
+     ("--server", "http://127.0.0.1:9", "--pool-tokens", 9)],
+)  # fmt: skip
+def test_options_that_say_nothing_are_refused(throughput, arguments):
+    code, _, err = throughput(*arguments)
+    assert (code, f"error: {arguments[2]} with {arguments[0]}: " in err) == (2, True)
 
 
 def test_a_scaled_trace_has_the_rate_asked_for():

@@ -515,3 +515,24 @@ def test_a_document_is_retained_while_others_run(tiny_params, tmp_path):
                 await llm.load_prefix(tmp_path / "none")
 
     run(main())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_all_who_read_one_iterator_learn_of_its_end(tiny_params, closed):
+    """Whoever reads the last output does not leave the others waiting, nor does who closes it."""
+
+    async def main():
+        async with make(tiny_params, max_len=512) as llm:
+            outputs = llm.stream(prompts_of(20, 24), greedy(400 if closed else 4))
+
+            async def read():
+                return [output async for output in outputs]
+
+            readers = [asyncio.create_task(read()) for _ in range(3)]
+            if closed:
+                await asyncio.sleep(0.2)
+                outputs.close()
+            found = await asyncio.wait_for(asyncio.gather(*readers), 60)
+            assert closed or sum(one.finished for part in found for one in part) == 2
+
+    asyncio.run(main())

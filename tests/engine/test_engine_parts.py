@@ -1,6 +1,7 @@
 """Sizes, memory plan, metrics and the scheduler's arithmetic, without running a model."""
 
 import dataclasses
+import inspect
 
 import numpy as np
 import pytest
@@ -286,6 +287,33 @@ def test_metrics_are_a_dict_and_prometheus_text(tiny_params):
     families = text_string_to_metric_families(llm.metrics.prometheus())
     parsed = {sample.name: sample.value for family in families for sample in family.samples}
     assert parsed["kvjax_output_tokens_total"] == 12
+
+
+def test_what_files_take_of_the_memory_is_there_and_what_others_may_not_have_is_not(tmp_path):
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert memory.available_bytes(tmp_path) > 0  # where nothing says so
+    write("proc/meminfo", "MemTotal: 99 kB\nMemFree: 10 kB\nMemAvailable: 50 kB\n")
+    assert memory.available_bytes(tmp_path) == 50 * 1024
+    write("sys/fs/cgroup/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.current", "30000\n")
+    write("sys/fs/cgroup/memory.stat", "anon 9\ninactive_file 5000\n")
+    assert memory.available_bytes(tmp_path) == 50 * 1024
+    write("sys/fs/cgroup/memory.max", "40000\n")
+    assert memory.available_bytes(tmp_path) == 15000
+
+
+@pytest.mark.parametrize(
+    "given", [{"compression": EngineConfig()}, {"config": CompressionConfig()}, {"model": None}]
+)
+def test_what_is_no_configuration_is_named(tiny_params, given):
+    asked = {"model": make_llm(tiny_params).model} | given
+    (name,) = given
+    with pytest.raises(UserError, match=rf"^{name} .*: give an? \w+ \({name}=…\)$"):
+        # As where nothing checks types before.
+        inspect.unwrap(LLM.__init__)(object.__new__(LLM), **asked)
 
 
 def test_memory_tells_the_plan_and_the_device(tiny_params, monkeypatch):

@@ -184,6 +184,14 @@ def test_retained_prefixes_go_first_when_blocks_are_needed(tiny_params, chained)
     forget(llm)
 
 
+def test_a_document_of_half_the_pool_is_retained(tiny_params):
+    """It lies there once, for its prefix and its slot: nothing has to give way to it."""
+    (document,) = prompts_of(60)
+    llm = make_llm(tiny_params, FULL, share_prefix="auto", pool_tokens=120, max_batch=1)
+    assert llm.retain(document) == 60
+    assert len(llm.scheduler.prefixes) == 1
+
+
 def test_a_prompt_does_not_wait_for_what_is_retained(tiny_params):
     """What is retained goes as soon as a prompt that waits beside others needs its blocks."""
     llm = make_llm(tiny_params, FULL, **SHARED)

@@ -44,6 +44,14 @@ RATES = ["v", "1", "2", "4", "8", "16", "32", "64"]
 EMULATED = {"l4": 19_500, "h100": 40_000}
 """KV pools, in tokens, of the papers' two cards beside their models' weights."""
 
+UNUSED = (
+    ("pool_tokens", "server", "the server has a pool of its own"),
+    ("emulate", "server", "the server has a pool of its own"),
+    ("plot_dir", "server", "pictures are of engines here"),
+    ("plot_dir", "trace", "pictures are of prompts of one length"),
+    ("input_len", "trace", "a trace has lengths of its own"),
+)
+"""Options that say nothing beside another one, and why."""
 MOST = 10_000_000
 """Prompts, tokens, sequences: more than any machine serves."""
 
@@ -112,6 +120,11 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(
                 f"--request-rate {options.request_rate:g}: prompts of --input-len are submitted "
                 "all at once: leave it out, or give --trace or --server"
+            )
+    for name, other, why in UNUSED:
+        if getattr(options, name) and getattr(options, other):
+            raise UserError(
+                f"--{name.replace('_', '-')} with --{other}: {why}; leave one of them out"
             )
     check_whole("--seed", options.seed, 0)
     SamplingParams(temperature=options.temperature, max_tokens=options.output_len)
@@ -187,10 +200,19 @@ def load_server(options: argparse.Namespace) -> int:
         works = [([row.input_len for row in arrivals], arrivals)]
     else:
         works = []
-        for length in options.input_len or LENGTHS:
+        most = remote.status["max_len"] - options.output_len
+        for length in options.input_len or [n for n in LENGTHS if n <= most] or LENGTHS[:1]:
             row = Arrival(0.0, length, options.output_len)
             arrivals = at_rate([row] * options.num_prompts, options.request_rate, options.seed)
             works.append(([length] * options.num_prompts, arrivals))
+    for _, arrivals in works:
+        longest = max(arrivals, key=lambda row: row.input_len + row.output_len)
+        if longest.input_len + longest.output_len > remote.status["max_len"]:
+            raise UserError(
+                f"--server {options.server}: a prompt of {longest.input_len} tokens and its answer "
+                f"of {longest.output_len} are longer than its context, which is "
+                f"{remote.status['max_len']}: ask for shorter ones"
+            )
     for lengths, arrivals in works:
         for rate in options.rate:
             line = json.dumps(measure_remote(remote, options, rate, lengths, arrivals, source))

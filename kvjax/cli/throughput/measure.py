@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import gc
 import platform
 import sys
 import time
@@ -72,10 +73,12 @@ def check_context(
     )
 
 
-def engine_config(options: argparse.Namespace, max_len: int | None) -> EngineConfig:
-    """The sizes of the engine for sequences of at most `max_len` tokens."""
+def engine_config(
+    options: argparse.Namespace, max_len: int | None, requests: int | None = None
+) -> EngineConfig:
+    """The sizes of the engine for so many sequences of at most `max_len` tokens."""
     return EngineConfig(
-        max_batch=min(options.max_batch, options.num_prompts),
+        max_batch=min(options.max_batch, requests or options.num_prompts),
         max_len=max_len,
         prefill_chunk=options.prefill_chunk,
         prefill_scratch=max(options.prefill_scratch, options.prefill_chunk),
@@ -100,11 +103,16 @@ def expected_batch(
 
 def serve(
     llm: LLM, prompts: list, arrivals: list[Arrival], temperature: float, progress: Progress
-) -> list:
-    """Run all requests, each from its arrival on; returns their last outputs in order."""
+) -> tuple[list, list[float]]:
+    """Run all requests, each from its arrival on.
+
+    Returns their last outputs in order, and when each arrived, by the engine's clock: the round
+    that runs meanwhile has to end before it is added.
+    """
     ended: dict[str, Any] = {}
     coming = list(range(len(prompts)))
     done, start = 0, time.perf_counter()
+    arrived = [llm.engine.clock() + arrival.seconds for arrival in arrivals]
     while done < len(prompts):
         now = time.perf_counter() - start
         while coming and arrivals[coming[0]].seconds <= now:
@@ -125,7 +133,7 @@ def serve(
                 ended[output.request_id] = output
                 done += 1
                 progress("serve", done, len(prompts))
-    return [ended[f"{at}"] for at in range(len(prompts))]
+    return [ended[f"{at}"] for at in range(len(prompts))], arrived
 
 
 def percentiles(values: list[float]) -> dict[str, float] | None:
@@ -142,7 +150,9 @@ def measure(
     compression = compression_of(rate, options.method)
     outputs_len = max(row.output_len for row in arrivals)
     max_len = max(n + row.output_len for n, row in zip(lengths, arrivals, strict=True))
-    sizes = engine_config(options, max_len)
+    sizes = engine_config(options, max_len, len(arrivals))
+    # The pool of the row before is this one's to have: engines are parts of cycles.
+    gc.collect()
     llm = LLM(model, compression, sizes, cache_dtype=options.cache_dtype)
     progress.clear()
     print(f"memory: {llm.plan}", file=sys.stderr)
@@ -156,7 +166,7 @@ def measure(
     prompts = prompts_of(source, lengths, options.seed)
     before, compiled = llm.metrics.as_dict(), len(llm.worker.compiled.seconds)
     began = time.perf_counter()
-    outputs = serve(llm, prompts, arrivals, options.temperature, progress)
+    outputs, arrived = serve(llm, prompts, arrivals, options.temperature, progress)
     seconds = time.perf_counter() - began
     wrong = [o for o in outputs if o.finish_reason != "length"]
     if wrong:
@@ -168,7 +178,10 @@ def measure(
 
     generated, prompt_tokens = sum(len(o.token_ids) for o in outputs), sum(lengths)
     steps = spent("decode_steps_total")
-    firsts = [o.stats.time_to_first_token for o in outputs]
+    firsts = [
+        None if o.stats.first_token is None else o.stats.first_token - at
+        for o, at in zip(outputs, arrived, strict=True)
+    ]
     each = [o.stats.time_per_output_token(len(o.token_ids)) for o in outputs]
     row = {
         "model": model.config.name,

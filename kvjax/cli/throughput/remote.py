@@ -3,8 +3,10 @@
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,8 +157,15 @@ def measure_remote(
     answers = asyncio.run(remote.serve(prompts, arrivals, settings))
     seconds = time.perf_counter() - began
     done = [answer for answer in answers if answer["error"] is None and answer["times"]]
+    lost = [
+        answer["error"] or "an answer without text"
+        for answer in answers
+        if answer["error"] is not None or not answer["times"]
+    ]
     if not done:
-        raise UserError(f"--server: no request was served: {answers[0]['error']}")
+        raise UserError(f"--server: no request was served: {lost[0]}")
+    if lost:
+        print(f"{len(lost)} of {len(answers)} requests were not served: {lost[0]}", file=sys.stderr)
     firsts = [answer["times"][0] - answer["began"] for answer in done]
     parts = [gap for answer in done for gap in np.diff(answer["times"]).tolist()]
     each = [
@@ -165,6 +174,8 @@ def measure_remote(
         if answer["tokens"] > 1
     ]
     generated = sum(answer["tokens"] for answer in done)
+    served = set(map(id, done))
+    read = sum(n for n, answer in zip(lengths, answers, strict=True) if id(answer) in served)
     kept = [answer["kvjax"] for answer in done if answer.get("kvjax")]
     before = sum(one["kvs_before"] for one in kept)
     after = sum(one["kvs_after"] for one in kept)
@@ -175,13 +186,14 @@ def measure_remote(
         "reached_rate": before / after if after else None,
         "method": "full" if full else method or remote.status["method"],
         "input_len": lengths[0] if len(set(lengths)) == 1 else None,
-        "output_len": options.output_len,
+        "output_len": asked.pop() if len(asked := {a.output_len for a in arrivals}) == 1 else None,
+        "trace": Path(options.trace).name if options.trace else None,
         "request_rate": options.request_rate,
         "num_prompts": len(prompts),
         "failed": len(answers) - len(done),
         "pool_tokens": remote.status["pool_tokens"],
         "seconds": seconds,
-        "total_tokens_per_second": (sum(lengths) + generated) / seconds,
+        "total_tokens_per_second": (read + generated) / seconds,
         "output_tokens_per_second": generated / seconds,
         "time_to_first_token": percentiles(firsts),
         "time_per_output_token": percentiles(each),

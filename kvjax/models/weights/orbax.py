@@ -60,6 +60,15 @@ BYTES, SUM = "bytes", "crc32"
 LARGE_BYTES = 1 << 20
 
 
+def library() -> Any:
+    """Orbax, which takes a while to import and would have the root logger print to stderr."""
+    handlers = list(logging.root.handlers)
+    from orbax.checkpoint import v1
+
+    logging.root.handlers[:] = handlers
+    return v1
+
+
 def is_orbax(folder: Path) -> bool:
     """Whether `folder` is a checkpoint that `save_orbax` wrote (whole or not)."""
     return (folder / PARAMS).is_dir()
@@ -229,7 +238,7 @@ def _check_metadata(
     folder: Path, config: ModelConfig, dtype: np.dtype, dealing: Dealing | None
 ) -> dict[ParamPath, jax.ShapeDtypeStruct]:
     """What is to be stored, by path, after comparing it with what is."""
-    from orbax.checkpoint import v1 as ocp
+    ocp = library()
 
     axes = logical_axes(config, stacked=False)
 
@@ -289,7 +298,7 @@ def _read_arrays(
     group: list[ParamPath],
     lies: Callable[[ParamPath], jax.sharding.Sharding],
 ) -> dict[ParamPath, jax.Array]:
-    from orbax.checkpoint import v1 as ocp
+    ocp = library()
 
     chosen = set(group)
     tree: dict[str, Any] = {}
@@ -320,6 +329,8 @@ def _reading(folder: Path) -> Iterator[None]:
     # they are collected, so that has to happen in here.
     hook, logs = sys.unraisablehook, [logging.getLogger(name) for name in ("asyncio", "absl")]
     quiet = [log.disabled for log in logs]
+    # What it logs by the root logger gives that a handler.
+    handlers = list(logging.root.handlers)
     sys.unraisablehook = lambda _: None
     for log in logs:
         log.disabled = True
@@ -335,6 +346,7 @@ def _reading(folder: Path) -> Iterator[None]:
                 gc.collect()
     finally:
         sys.unraisablehook = hook
+        logging.root.handlers[:] = handlers
         for log, disabled in zip(logs, quiet, strict=True):
             log.disabled = disabled
     if reason is not None:

@@ -30,6 +30,7 @@ from kvjax.models.weights.orbax import (
     FINGERPRINT,
     GROUP_BYTES,
     PARAMS,
+    library,
     list_files,
 )
 from kvjax.models.weights.placement import ParamPath
@@ -209,7 +210,7 @@ def _tree(config: ModelConfig, params: nnx.State) -> dict[str, Any]:
 
 
 def _write_arrays(path: Path, tree: dict[str, Any]) -> None:
-    from orbax.checkpoint import v1 as ocp
+    ocp = library()
 
     context = ocp.Context()
     if hasattr(context, "memory"):

@@ -80,6 +80,10 @@ class Placement:
         if self.split is not None:
             value = self.split.put(value, self.names_of(path), layer_of(path))
         if not self.stacked or path[0] != "layers":
+            if self.on_host and path not in self.shardings:
+                # An array that was restored to a device is committed to it, and steps that were
+                # compiled for one that is not would be compiled again.
+                value = np.asarray(value)
             if not isinstance(value, jax.Array):
                 # The memory becomes the array's own: it is not touched again.
                 value = jax.device_put(value, self.shardings.get(path), may_alias=True)
