@@ -6,6 +6,7 @@ import pytest
 
 from kvjax.cli import main_of
 from kvjax.cli.main import main
+from tests.serve.conftest import ONE
 
 
 def test_a_server_under_load(shared, capsys, tmp_path):
@@ -36,3 +37,27 @@ def test_servers_that_give_no_answer(capsys, serve):
     for wrong in (url, "nonsense", "http://"):
         assert main_of(main, ["throughput", "--server", wrong]) == 2
         assert "gives no answer" in capsys.readouterr().err
+
+
+def test_requests_that_are_refused_are_not_served(serve, capsys, tmp_path):
+    """An overloaded server is no faster for it, and lengths are those that its context holds."""
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five six seven " * 40)
+    with serve(**ONE, max_waiting=1) as server:
+        arguments = ["throughput", "--server", server.url, "--rate", "v", "--prompt-file", text]
+        arguments = [str(argument) for argument in (*arguments, "--output-len", 8)]
+        assert main_of(main, [*arguments, "--input-len", "60", "--num-prompts", "9"]) == 0
+        out, err = capsys.readouterr()
+        row = json.loads(out)
+        served = 9 - row["failed"]
+        assert 0 < served < 9
+        assert f"{row['failed']} of 9 requests were not served: " in err
+        sums = row["total_tokens_per_second"] * row["seconds"]
+        assert sums == pytest.approx(served * (60 + 8))
+        assert (row["output_len"], row["trace"]) == (8, None)
+        assert main_of(main, [*arguments, "--num-prompts", "1"]) == 0
+        lengths = [json.loads(line)["input_len"] for line in capsys.readouterr().out.splitlines()]
+        assert lengths == [500]
+        assert main_of(main, [*arguments, "--input-len", "60", "900", "--num-prompts", "1"]) == 2
+        out, err = capsys.readouterr()
+        assert (out, "a prompt of 900 tokens and its answer of 8 are longer" in err) == ("", True)
