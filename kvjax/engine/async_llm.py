@@ -398,8 +398,6 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
             raise
         if output is not None and output.finished:
             self._running.pop(output.request_id, None)
-            if not self._running:
-                self._mailbox.wake()  # whoever reads beside
         if output is None and not self._running:
             raise StopAsyncIteration
         return output

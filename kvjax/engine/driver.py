@@ -82,7 +82,6 @@ class Mailbox:
                     if self._closed:
                         raise UserError("the engine's thread has ended: make another AsyncLLM")
                     if over():
-                        self.wake()  # others that wait, too
                         return None
                     self._news.clear()
                 if until is not None:
