@@ -306,14 +306,15 @@ def test_a_reference_that_reads_a_calibration(run, tmp_path, tiny_folder):
     extra = np.zeros((TINY.num_layers, heads, 5), np.float32)
     arrays = {"reads_weight": weight, "reads_extra": extra}
     of = load_model(weights=tiny_folder).fingerprint
-    Calibration(arrays, of, {"data": "a book"}).save(tmp_path / "one.safetensors")
+    calibration = Calibration(arrays, of, {"data": "a book"})
+    calibration.save(tmp_path / "one.safetensors")
     given = "--presses", "kvzip", "--reference-only", "--reference", "predicted-reads-blind"
     code, _, err = run(*given, "--calibration", tmp_path / "one.safetensors")
     assert code == 0, err
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kvs = {row["method"]: row["kvs"] for row in rows}
     assert kvs["kvpress:kvzip@predicted-reads-blind"] == kvs["predicted-reads-blind"] < kvs["full"]
-    assert {row["settings"]["calibration"] for row in rows} == {"a book"}
+    assert {row["settings"]["calibration"] for row in rows} == {calibration.digest()}
     code, _, err = run(*given, "--calibration", "none", "--out", tmp_path / "other.jsonl")
     assert code == 2
     assert "reads the calibrated array" in err
