@@ -43,7 +43,8 @@ def test_the_choice_learns_what_it_learns_on_one_device(shards, replicas, group)
     one = model_of(False, group=group)
     context, length, *said = exercise(one.tokenizer, TEXTS, 3, 256).padded(256)
     none, found = Change.none(one.config), []
-    rng = np.random.default_rng(2)
+    # A draw in which no two KVs at the edge of the choice are worth nearly the same.
+    rng = np.random.default_rng(7)
     change = Change(*(jnp.asarray(rng.standard_normal(x.shape), jnp.float32) / 9 for x in none))
     for model in (one, dealt(one, shards, replicas)):
         look, lost = passes_of(model)
