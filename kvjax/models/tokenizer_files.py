@@ -195,13 +195,10 @@ def _add_tokens(
     """
     listed = config.object("added_tokens_decoder")
     found: dict[int, tokenizers.AddedToken] = {}
-    for key, token in listed.values.items():
-        if not re.fullmatch(r"[0-9]{1,9}", key):
-            raise UserError(f"{listed.where} has the key {shown(key)}: give token ids")
+    for index, (text, token) in _listed(listed).items():
         flags = token if isinstance(token, dict) else {}
         flags = {name: flags[name] is True for name in _FLAGS if name in flags}
-        text = _token_text(token, listed.label(key)) or ""
-        found[int(key)] = tokenizers.AddedToken(text, **{"normalized": False, **flags})
+        found[index] = tokenizers.AddedToken(text, **{"normalized": False, **flags})
     if not found:
         older = _read_json(folder / "added_tokens.json")
         for text in older.values:
@@ -220,6 +217,16 @@ def _add_tokens(
                 f"ends at {size}: get the tokenizer's files again"
             )
         backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
+
+
+def _listed(added: Fields) -> dict[int, tuple[str, Any]]:
+    """The text and the entry of each token of an added_tokens_decoder, by its id."""
+    found = {}
+    for key, token in added.values.items():
+        if not re.fullmatch(r"[0-9]{1,9}", key):
+            raise UserError(f"{added.where} has the key {shown(key)}: give token ids")
+        found[int(key)] = _token_text(token, added.label(key)) or "", token
+    return found
 
 
 def _token_text(value: Any, label: str) -> str | None:
@@ -322,12 +329,8 @@ def _read_tiktoken(data: bytes, folder: Path) -> TokenizerParts:
     ranked = vocabulary.tiktoken_ranks(data)
     added = _read_json(folder / "tokenizer_config.json").object("added_tokens_decoder")
     if added.values:
-        by_id: dict[int, str] = {}
-        for index, token in added.values.items():
-            if not re.fullmatch(r"[0-9]{1,9}", index):
-                raise UserError(f"{added.where} has the key {shown(index)}: give token ids")
-            by_id[int(index)] = _token_text(token, added.label(index)) or ""
-        special = [by_id.get(len(ranked) + index, "") for index in range(len(by_id))]
+        by_id = _listed(added)
+        special = [by_id.get(len(ranked) + index, ("", None))[0] for index in range(len(by_id))]
         if "" in special:
             raise UserError(f"added_tokens_decoder beside it does not follow {len(ranked)} ranks")
     elif len(ranked) == _LLAMA3_RANKS:
