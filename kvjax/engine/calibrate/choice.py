@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.evict import NOTHING, decide, eviction_scores
 from kvjax.cache.methods.predicted_reads import EXTRA, METHODS, WEIGHT, predicted
@@ -36,6 +36,8 @@ from kvjax.models.parallel import deal, own_share
 
 BLOCK_SIZE = 16
 """Of the cache that is trained for: the engine's default."""
+AT_ONCE = 32
+"""Tokens whose distributions over the vocabulary are in memory at a time."""
 SOFTNESS = 1.0
 """Logarithmic units around the price of a block within which KVs could have stayed or gone."""
 BLIND = next(method for method in METHODS if method.scorer and not method.query_aware)
@@ -115,13 +117,15 @@ class Studied:
     v: Float[Array, "L T H d"]
     length: Int32[Array, ""]
     said: Int32[Array, "N C"]
-    counted: Bool[Array, "N C"]
-    """The tokens of these behind which the next one counts."""
-    log_p: Float[Array, "N C V"]
+    at: Int32[Array, " M"]
+    """The tokens of these, of N · C, behind which the next one counts."""
+    share: Float[Array, " M"]
+    """How much each of these counts; 1 together."""
+    log_p: Float[Array, "M V"]
     """Of each next token, with the full cache."""
 
 
-STUDIED = Studied(SAME, by_heads(2), by_heads(2), *(SAME,) * 4)  # type: ignore[arg-type]
+STUDIED = Studied(SAME, by_heads(2), by_heads(2), *(SAME,) * 5)  # type: ignore[arg-type]
 """How it lies on several devices."""
 
 
@@ -131,7 +135,8 @@ def study(
     context: Int32[Array, " T"],
     length: Int32[Array, ""],
     said: Int32[Array, "N C"],
-    counted: Bool[Array, "N C"],
+    at: Int32[Array, " M"],
+    share: Float[Array, " M"],
 ) -> Studied:
     """Run a context and what is said behind it, each of N by itself, with the full cache.
 
@@ -141,16 +146,16 @@ def study(
         context: token ids, padded at the end to a multiple of `BLOCK_SIZE`.
         length: those that count.
         said: token ids, padded at the end.
-        counted: after which of them the next token counts.
+        at: after which of them, of N · C, the next token counts.
+        share: and how much.
     """
-
     dense = dense_pass(config, params, context, jnp.zeros(1, jnp.int32))
     k, v = dense.k, dense.v
     there = jnp.arange(context.shape[0]) < length
     every = jnp.broadcast_to(there, (*k.shape[:1], k.shape[2], k.shape[1])).astype(jnp.float32)
-    last = behind(config, params, k, v, every, length, said)
-    log_p = lax.map(lambda x: _log_p(config, params, x), last)
-    return Studied(dense.hidden, k, v, length, said, counted, log_p)
+    last = _counted(behind(config, params, k, v, every, length, said), at)
+    log_p = lax.map(lambda x: _log_p(config, params, x), last, batch_size=AT_ONCE)
+    return Studied(dense.hidden, k, v, length, said, at, share, log_p)
 
 
 def loss(
@@ -162,7 +167,7 @@ def loss(
     blocks: Int32[Array, ""],
     shard: HeadShard | None = None,
 ) -> Float[Array, ""]:
-    """Mean KL(full ‖ compressed) of the tokens that count, with so many blocks of context.
+    """KL(full ‖ compressed) of the tokens that count, by their shares, with so many blocks left.
 
     Its gradient by `change` is that of the choice; see above. With a shard, of all devices' heads:
     what is trained has all of them on each device, which takes its own.
@@ -184,14 +189,19 @@ def loss(
     common = common / jnp.maximum(slopes, 1e-12)
     soft = free * jax.nn.sigmoid(away - (common - lax.stop_gradient(common)) / SOFTNESS)
     weight = stays + soft - lax.stop_gradient(soft)
-    last = behind(config, params, of.k, of.v, weight, of.length, of.said)
+    last = _counted(behind(config, params, of.k, of.v, weight, of.length, of.said), of.at)
 
+    @jax.checkpoint
     def divergence(part):
-        last, full, counts = part
-        found = jnp.sum(jnp.exp(full) * (full - _log_p(config, params, last)), axis=-1)
-        return jnp.sum(jnp.where(counts, found, 0)) / jnp.maximum(jnp.sum(counts), 1)
+        last, full = part
+        return jnp.sum(jnp.exp(full) * (full - _log_p(config, params, last)))
 
-    return jnp.mean(lax.map(jax.checkpoint(divergence), (last, of.log_p, of.counted)))
+    found = lax.map(divergence, (last, of.log_p), batch_size=AT_ONCE)
+    return jnp.sum(found * of.share)
+
+
+def _counted(last: Float[Array, "N C D"], at: Int32[Array, " M"]) -> Float[Array, "M D"]:
+    return last.reshape(-1, last.shape[-1])[at]
 
 
 def predictions(
@@ -236,8 +246,8 @@ def kept(
 
 
 def _log_p(
-    config: ModelConfig, params: nnx.State, hidden: Float[Array, "C D"]
-) -> Float[Array, "C V"]:
+    config: ModelConfig, params: nnx.State, hidden: Float[Array, " D"]
+) -> Float[Array, " V"]:
     return jax.nn.log_softmax(logits(config, params, hidden).astype(jnp.float32))
 
 

@@ -27,6 +27,8 @@ ASKED = 2
 """Facts that are asked about behind one context."""
 SAID, SAID_INSIDE = 64, 24
 """Tokens said behind a context at most: with the question, and where that is in the context."""
+SAID_MOSTLY = 56
+"""Tokens said there that are mostly enough."""
 QUOTED = 32
 """Tokens of a passage that is quoted."""
 GOING_ON = 48
@@ -51,21 +53,39 @@ class Exercise:
     first: list[int]
     """The first token of each behind which the next one counts."""
 
-    def padded(self, tokens: int) -> tuple[np.ndarray, np.int32, np.ndarray, np.ndarray]:
-        """Context [tokens], its length, what is said [N, C], what of it counts [N, C].
+    def padded(
+        self, tokens: int
+    ) -> tuple[np.ndarray, np.int32, np.ndarray, np.ndarray, np.ndarray]:
+        """Context [T], its length, what is said [N, C], which of it count [M], and how much [M].
 
-        N is 1 and C `SAID_INSIDE` where the question is in the context, else `ASKED` + 1 and
-        `SAID`.
+        Each size is of a few, as all of them are compiled for. T is `tokens` or three quarters of
+        them. N is 1 and C `SAID_INSIDE` where the question is in the context, else `ASKED` + 1 and
+        `SAID` or `SAID_MOSTLY`. Which count are indices into N · C, padded with 0 that count
+        nothing; M is half of N · C or all of it. Tokens of a row count alike, and so do rows: 1
+        together.
         """
-        shape = (1, SAID_INSIDE) if len(self.said) == 1 else (ASKED + 1, SAID)
-        context = np.pad(self.context, (0, tokens - len(self.context))).astype(np.int32)
-        said, counted = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        room = _first_of(len(self.context), 3 * tokens // 4, tokens)
+        context = np.pad(self.context, (0, room - len(self.context))).astype(np.int32)
+        longest = max(map(len, self.said))
+        shape = (ASKED + 1, _first_of(longest, SAID_MOSTLY, SAID))
+        if len(self.said) == 1:
+            shape = (1, SAID_INSIDE)
+        said, share = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         for row, (ids, first) in enumerate(zip(self.said, self.first)):
             ids = ids[: shape[1]]
             said[row, : len(ids)] = ids
             # Behind the last token, too: there the model says whether it is done.
-            counted[row, first : len(ids)] = True
-        return context, np.int32(len(self.context)), said, counted
+            share[row, first : len(ids)] = 1 / (shape[0] * max(1, len(ids) - first))
+        (which,) = np.nonzero(share.ravel())
+        room = _first_of(len(which), said.size // 2, said.size)
+        at = np.pad(which, (0, room - len(which))).astype(np.int32)
+        counts = np.pad(share.ravel()[which], (0, room - len(which)))
+        return context, np.int32(len(self.context)), said, at, counts
+
+
+def _first_of(count: int, *rooms: int) -> int:
+    """The first that holds so many, or the last."""
+    return next((room for room in rooms if room >= count), rooms[-1])
 
 
 @dataclasses.dataclass(frozen=True)

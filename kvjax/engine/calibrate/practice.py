@@ -109,7 +109,7 @@ def passes_of(model: LoadedModel) -> tuple[Callable[..., Studied], Callable[...,
     spread = Spread(model)
     weights, shard = spread.specs(model.params), spread.shard
     specs = (SAME, SAME, weights, STUDIED, SAME)
-    look = spread.jitted(functools.partial(study, spread.config), (weights, *(SAME,) * 4), STUDIED)
+    look = spread.jitted(functools.partial(study, spread.config), (weights, *(SAME,) * 5), STUDIED)
     if shard is None:
         return look, functools.partial(loss, spread.config)
     of_shard = spread.mapped(
@@ -169,10 +169,8 @@ def practise(
     room = -(-practice.tokens // 64) * 64
 
     def studied(number: int) -> Any:
-        context, length, *said = exercise(
-            model.tokenizer, texts, number, practice.tokens
-        ).padded(room)  # fmt: skip
-        return look(model.params, context, length, *said), int(length)
+        of = exercise(model.tokenizer, texts, number, practice.tokens)
+        return look(model.params, *of.padded(room)), len(of.context)
 
     def blocks(length: int, rate: float) -> np.int32:
         heads = config.num_layers * config.num_kv_heads
