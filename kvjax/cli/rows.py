@@ -8,8 +8,8 @@ from kvjax.checks import shown
 from kvjax.cli.command import check_apart, check_output_file
 from kvjax.errors import UserError
 
-OURS = (b"\n## Every line\n", b"# kvjax beside kvpress\n")
-"""What pages of these commands hold, one or the other."""
+OURS = (b"\n## Every line\n", b"\n## Every cell\n", b"# kvjax beside kvpress\n")
+"""What pages of these commands hold, one of them each."""
 
 
 def add_row_options(

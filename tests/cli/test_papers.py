@@ -101,6 +101,11 @@ def test_a_table_is_run_as_the_paper_ran_it(tiny, tmp_path, monkeypatch):
     assert "- published with Llama-3.1-8B-Instruct" in page
     assert "| `streaming-llm` | ours |" in page
     assert "| 1 of 200 |" in page
+    # The same command goes on from here, and the page is its own.
+    code, _, err = tiny("--paper", "kv-compress-1", "--rows", 1, "--methods", "streaming-llm")
+    assert code == 0, err
+    assert "0 results" in err
+    assert (tmp_path / "r.md").read_text() == page
 
 
 @pytest.mark.slow
