@@ -127,8 +127,8 @@ class Comparison:
 
     def masks(self, of: Pass, cut: int, name: str, rates: Sequence[float]) -> Any:
         """The KVs [V, L, H, T] of the first `cut` tokens that a calibration keeps at each rate."""
+        from kvjax.cache import rate_blocks
         from kvjax.engine.calibrate.choice import BLOCK_SIZE
-        from kvjax.eval.sizes import rate_blocks
 
         most = self.heads * -(-cut // BLOCK_SIZE)
         blocks = [min(most, rate_blocks(cut, rate, self.heads, BLOCK_SIZE)) for rate in rates]

@@ -141,10 +141,11 @@ def steps_of(worker: Any, method_name: str, max_len: int) -> Iterator[Step]:
     method, slots = compression.resolved, list(range(config.max_batch))
 
     def request(length: int) -> Request:
-        budget = Request.budget_of(model, compression, length, b)
+        heads = model.num_layers * model.num_kv_heads
+        budget = compression.blocks(length, heads, b)
         return Request(
             "one", 0, np.zeros(length, np.int32), SamplingParams(max_tokens=1), compression,
-            method, budget, model.num_layers * model.num_kv_heads, b, method.decode,
+            method, budget, heads, b, method.decode,
         )  # fmt: skip
 
     def step(call: Any, beside: int) -> Step:

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from benchmarks.kvpress.process import PeerProcess
-from kvjax.cache import get_method, init_cache, write_survivors
+from kvjax.cache import get_method, init_cache, rate_blocks, write_survivors
 from kvjax.engine.dense import dense_pass
 from kvjax.errors import UserError
 from kvjax.eval import passes
-from kvjax.eval.sizes import bucket, rate_blocks
+from kvjax.eval.sizes import bucket
 
 MOST_DIFFERENCE = 0.05
 """Largest difference of two logits up to which both models are the same in float32."""

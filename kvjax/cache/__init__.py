@@ -5,7 +5,7 @@ moves, as pure functions on pytrees. Models, requests and files are not here; no
 kernels is imported.
 """
 
-from kvjax.cache.budget import budget_blocks, cache_cap
+from kvjax.cache.budget import budget_blocks, cache_cap, rate_blocks
 from kvjax.cache.compress import CompressReport, compress, write_survivors
 from kvjax.cache.config import CompressionConfig
 from kvjax.cache.evict import (
@@ -68,6 +68,7 @@ __all__ = [
     "get_method",
     "init_cache",
     "move_cache",
+    "rate_blocks",
     "release",
     "schedule_evictions",
     "share",

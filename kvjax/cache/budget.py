@@ -27,9 +27,9 @@ def cache_cap(
 ) -> int:
     """Cache tokens that a sequence of `length` tokens may keep at a compression rate.
 
-    max(floor, b, ⌊(⌊length / rate⌋ − 1) / b⌋ · b); a token's worth is a KV in each layer and head.
-    So whole blocks that hold fewer than length / rate tokens, and no fewer than `floor`. A rate of
-    1 is no compression: then the whole blocks that hold all of them.
+    KV-Compress's rule: max(floor, b, ⌊(⌊length / rate⌋ − 1) / b⌋ · b); a token's worth is a KV in
+    each layer and head. So whole blocks that hold fewer than length / rate tokens, and no fewer
+    than `floor`. A rate of 1 is no compression: then the whole blocks that hold all of them.
 
     Raises:
         UserError: the rate is not a finite number ≥ 1, or a size no whole number in range.
@@ -39,6 +39,26 @@ def cache_cap(
     b, floor = check_whole("block_size", block_size, 1), check_whole("floor", floor, 0)
     tokens = -(-length // b) if rate == 1 else (int(length / rate) - 1) // b
     return max(floor, b, tokens * b)
+
+
+def rate_blocks(
+    length: int, rate: float, heads: int, block_size: int = USUAL_BLOCK, floor: int = 0
+) -> int:
+    """Blocks that a sequence of `length` tokens may keep at a rate, over all its heads.
+
+    length · heads / (rate · block_size), rounded down once, but at least a block of each head, and
+    the floor in whole blocks of each. No cap in whole blocks of a head comes between, as in
+    `cache_cap`: of short prompts it makes another rate. A rate of 1 keeps all. At most 2³¹ − 1.
+
+    Raises:
+        UserError: the rate is not a finite number ≥ 1, or a size no whole number in range.
+    """
+    check_number("rate", rate, 1)
+    length, heads = check_whole("length", length, 0), check_whole("heads", heads, 1)
+    if rate == 1:
+        return budget_blocks(length, 1, heads, block_size)
+    least = max(heads, budget_blocks(floor, 1, heads, block_size))
+    return min(max(least, int(length * heads / (rate * block_size))), INT32_MAX)
 
 
 def budget_blocks(cap: int, num_layers: int, num_kv_heads: int, block_size: int) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Container
 
-from kvjax.cache.budget import FLOOR_TOKENS, cache_cap, usual_block
+from kvjax.cache.budget import FLOOR_TOKENS, budget_blocks, rate_blocks, usual_block
 from kvjax.cache.evict import MAX_KVS_PER_STEP
 from kvjax.cache.methods import Method, get_method
 from kvjax.cache.policy.checks import MOST_WINDOW
@@ -40,9 +40,10 @@ class CompressionConfig:
     where a calibration of its model is there, else `UNCALIBRATED`; of a request, the engine's if
     that evicts."""
     rate: float | None = None
-    """Compression rate, from 1 on. The cap is as many whole blocks as hold fewer than 1/rate of
-    the prompt's tokens, but no fewer tokens than `floor`: short prompts at high rates keep more
-    than asked, see `reached_rate`. A rate of 1 evicts nothing, also while decoding."""
+    """Compression rate, from 1 on: as many blocks of all heads are kept as hold at most 1/rate of
+    the prompt's KVs, but those of `floor` tokens and a block of each head at least: short prompts
+    at high rates keep more than asked, see `reached_rate`. A rate of 1 evicts nothing, also while
+    decoding."""
     max_cache_tokens: int | None = None
     """The cap itself, in tokens; rounded up to whole blocks."""
     budget_bytes: int | None = None
@@ -176,7 +177,7 @@ class CompressionConfig:
             )
         method, cap = self.resolved, self.max_cache_tokens
         if self.rate is not None:
-            cap = cache_cap(prompt_len, self.rate, block_size, self.floor)
+            cap = max(self.floor, block_size, int(prompt_len / self.rate))
         assert cap is not None
         kept = method.protected + method.sinks
         if cap < kept and prompt_len > cap:
@@ -186,21 +187,39 @@ class CompressionConfig:
             )
         return cap
 
-    def reached_rate(self, prompt_len: int, block_size: int) -> float:
-        """The rate that a prompt of this length gets: its tokens over those that the budget's
-        blocks hold; 1.0 where nothing of it is evicted.
+    def blocks(self, prompt_len: int, heads: int, block_size: int) -> int | None:
+        """Blocks that a sequence with such a prompt may keep, over all its heads; None for all.
 
-        It is above `rate` by what the cap is rounded down to whole blocks, and below it where the
-        floor holds. What cannot be evicted, and a method that overruns its cap
-        (`Allocator.overruns`), make the cache larger still.
+        Args:
+            prompt_len: tokens of the prompt.
+            heads: KV heads of all layers.
+            block_size: KVs of a block.
+
+        Raises:
+            UserError: the cap is smaller than what the method protects.
+            ValueError: it is in bytes; see `in_tokens`.
+        """
+        cap = self.cap(prompt_len, block_size)
+        if cap is None:
+            return None
+        if self.rate is not None:
+            return rate_blocks(prompt_len, self.rate, heads, block_size, self.floor)
+        return budget_blocks(cap, 1, heads, block_size)
+
+    def reached_rate(self, prompt_len: int, heads: int, block_size: int) -> float:
+        """The rate that a prompt of this length gets: its KVs over those that the budget's blocks
+        hold; 1.0 where nothing of it is evicted.
+
+        It is below `rate` where the floor holds, or a block of each head. What cannot be evicted,
+        and a method that overruns its cap (`Allocator.overruns`), make the cache larger still.
 
         Raises:
             UserError: the cap is smaller than what the method protects.
         """
-        cap = self.cap(prompt_len, block_size)
-        if cap is None:
+        blocks = self.blocks(prompt_len, heads, block_size)
+        if blocks is None:
             return 1.0
-        return max(1.0, prompt_len / (-(-cap // block_size) * block_size))
+        return max(1.0, prompt_len * heads / (blocks * block_size))
 
 
 def usual_method(calibrated: Container[str]) -> str:

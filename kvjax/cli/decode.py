@@ -191,13 +191,13 @@ def differs(rate: float, reached: float) -> bool:
     return abs(reached - rate) > RATE_TOLERANCE * rate
 
 
-def tell_reached_rate(compression: Any, prompt_tokens: int, block_size: int) -> None:
+def tell_reached_rate(compression: Any, prompt_tokens: int, heads: int, block_size: int) -> None:
     """Say, on stderr, where a prompt is not compressed as much as was asked for."""
-    rate, reached = compression.rate, compression.reached_rate(prompt_tokens, block_size)
+    rate, reached = compression.rate, compression.reached_rate(prompt_tokens, heads, block_size)
     if rate is None or not differs(rate, reached):
         return
-    cap = compression.cap(prompt_tokens, block_size)
-    if cap is None:
+    blocks = compression.blocks(prompt_tokens, heads, block_size)
+    if blocks is None:
         print(
             f"warning: rate {rate:g}: method {compression.method} evicts nothing: leave one of "
             "them out",
@@ -206,8 +206,8 @@ def tell_reached_rate(compression: Any, prompt_tokens: int, block_size: int) -> 
         return
     print(
         f"warning: this prompt of {prompt_tokens} tokens is compressed {reached:.1f} times, not "
-        f"{rate:g}: a rate gives it a budget of {cap} tokens, at least {compression.floor} and in "
-        f"whole blocks of {block_size}; --max-cache-tokens sets it",
+        f"{rate:g}: a rate gives it {blocks * block_size // heads} tokens, at least "
+        f"{compression.floor} and a block of {block_size} in each head; --max-cache-tokens sets it",
         file=sys.stderr,
     )
 
@@ -248,7 +248,7 @@ def report(output: Any, llm: Any, seconds: dict[str, float]) -> dict[str, Any]:
         "weights": llm.model.source,
         "method": compression.method,
         "rate": compression.rate,
-        "reached_rate": compression.reached_rate(prompt_tokens, cache.block_size),
+        "reached_rate": compression.reached_rate(prompt_tokens, llm.plan.heads, cache.block_size),
         "max_cache_tokens": compression.cap(prompt_tokens, cache.block_size),
         "dtype": cache.spec.codec.name,
         "block_size": cache.block_size,
@@ -418,7 +418,7 @@ def make_engine(
     config = config.blocks_for(compression, spec.token_bytes)
     b = config.block_size or spec.block_size
     compression = compression.in_tokens(dataclasses.replace(spec, block_size=b))
-    tell_reached_rate(compression, prompt_tokens, b)
+    tell_reached_rate(compression, prompt_tokens, spec.heads, b)
     if config.pool_tokens is None:
         tokens = pool_tokens_for(
             model.config, config, compression, prompt_tokens, sampling.max_tokens

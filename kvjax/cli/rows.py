@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kvjax.checks import shown
+from kvjax.checks import check_number, shown
 from kvjax.cli.command import check_apart, check_output_file
 from kvjax.errors import UserError
 
@@ -89,12 +89,7 @@ def numbers[T](option: str, text: str, kind: type[T]) -> list[T]:
 
 def rates_of(text: str) -> list[float]:
     """Compression rates, checked."""
-    from kvjax.eval.sizes import rate_blocks
-
-    rates = numbers("rates", text, float)
-    for rate in rates:
-        rate_blocks(1, rate, 1, 1)
-    return rates
+    return [check_number("rate", rate, 1) for rate in numbers("rates", text, float)]
 
 
 def choose_methods(text: str, *, calibrated: bool = False) -> list[str]:

@@ -43,7 +43,8 @@ def checked_request(
             f"the prompt has {len(tokens)} tokens and {sampling.max_tokens} may follow, but "
             f"the limit is {llm.max_len}: shorten the prompt or ask for fewer tokens"
         )
-    budget = Request.budget_of(llm.model.config, compression, len(tokens), llm.plan.spec.block_size)
+    size = (len(tokens), llm.plan.heads, llm.plan.spec.block_size)
+    budget = compression.blocks(*size)
     method = compression.resolved
     if budget is None:
         method = METHODS["full"] if method.pruner is None else method.whole
@@ -52,14 +53,14 @@ def checked_request(
         llm.plan.heads, llm.plan.spec.block_size, method.decode,
     )  # fmt: skip
     request.sharing = settings_of(llm.config.share_prefix, compression, method)
-    request.stats.rate = compression.reached_rate(len(tokens), llm.plan.spec.block_size)
+    request.stats.rate = compression.reached_rate(*size)
     check_method(llm, request)
     needs = request.blocks_to_finish(llm.scheduler.chunk_in_pool(request, request.remaining))
     if not llm.scheduler.accounts.could_hold(needs):
-        size = -(-needs // llm.plan.heads) * llm.plan.spec.block_size
+        pool = -(-needs // llm.plan.heads) * llm.plan.spec.block_size
         raise UserError(
             f"the request needs {needs} blocks and the pool has {llm.plan.num_blocks}: give "
-            f"a pool of {size} tokens, a higher rate, or fewer tokens"
+            f"a pool of {pool} tokens, a higher rate, or fewer tokens"
         )
     return request
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache import CacheSpec, Codec, CompressionConfig, Plane, as_codec, budget_blocks
+from kvjax.cache import CacheSpec, Codec, CompressionConfig, Plane, as_codec
 from kvjax.cache.budget import USUAL_BLOCK
 from kvjax.cache.policy.probe import AT_ONCE
 from kvjax.checks import INT32_MAX
@@ -203,15 +203,14 @@ def pool_tokens_for(
     shards = config.tensor_parallel // config.kv_replicas
     heads = -(-model.num_layers * model.num_kv_heads // shards)
     whole = -(-(prompt_len + max_tokens) // b)
-    cap = compression.cap(prompt_len, b)
-    if cap is None or not compression.on_prefill:
+    budget = compression.blocks(prompt_len, model.num_layers * model.num_kv_heads, b)
+    if budget is None or not compression.on_prefill:
         return whole * b
     growth = max_tokens
     if compression.compress_every is not None:
         growth = min(growth, compression.compress_every)
     if prompt_len + max_tokens > config.prefill_scratch:
         growth = max(growth, config.prefill_chunk)
-    budget = budget_blocks(cap, model.num_layers, model.num_kv_heads, b)
     # One more block per head: what it holds need not end with a full one.
     return min(whole, -(-budget // heads) + -(-growth // b) + 1) * b
 

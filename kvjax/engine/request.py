@@ -6,14 +6,12 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax.cache import CompressionConfig, budget_blocks
+from kvjax.cache import CompressionConfig
 from kvjax.cache.policy import Method
-from kvjax.checks import INT32_MAX
 from kvjax.engine.decode import LogProbs
 from kvjax.engine.prefixes import Plan
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError
-from kvjax.models.config import ModelConfig
 
 FinishReason = Literal["eos", "stop", "length", "abort", "deadline", "pool", "error"]
 
@@ -170,25 +168,15 @@ class Request:
         self.since_compression += len(ran)
         return bool(len(ran))
 
-    @staticmethod
-    def budget_of(
-        model: ModelConfig, compression: CompressionConfig, prompt_len: int, block_size: int
-    ) -> int | None:
-        """Blocks that a request with such a prompt may keep; None for all."""
-        cap = compression.cap(prompt_len, block_size)
-        if cap is None:
-            return None
-        blocks = budget_blocks(cap, model.num_layers, model.num_kv_heads, block_size)
-        return min(blocks, INT32_MAX)
-
     def budget_at(self, length: int) -> int | None:
         """Blocks that its first tokens may keep, so many of them, by its settings.
 
         Raises:
             UserError: that is less than what the method protects.
         """
-        cap = None if self.budget is None else self.compression.cap(length, self.block_size)
-        return None if cap is None else self.heads * -(-cap // self.block_size)
+        if self.budget is None:
+            return None
+        return self.compression.blocks(length, self.heads, self.block_size)
 
     def fits_at(self, length: int) -> bool:
         """Whether its first tokens, so many of them, can be compressed by its settings."""

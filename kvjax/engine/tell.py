@@ -29,11 +29,17 @@ def tell_rate(request: Request, warned: set[float]) -> None:
     asked, got = request.compression.rate, request.stats.rate
     if asked is None or request.budget is None or got >= RATE_REACHED * asked:
         return
-    message = (
-        f"rate {asked:g} is {got:.1f} for a prompt of {len(request.prompt)} tokens: caches "
-        f"keep at least floor={request.compression.floor} tokens; give a smaller floor to "
-        "CompressionConfig for more"
-    )
+    message = f"rate {asked:g} is {got:.1f} for a prompt of {len(request.prompt)} tokens: "
+    if request.compression.floor > request.block_size:
+        message += (
+            f"caches keep at least floor={request.compression.floor} tokens; give a smaller floor "
+            "to CompressionConfig for more"
+        )
+    else:
+        message += (
+            f"every head keeps a block of {request.block_size} KVs; give a smaller block_size to "
+            "EngineConfig for more"
+        )
     log.warning("request %r: %s", request.id, message)
     if asked not in warned:
         warned.add(asked)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from kvjax.cache import CacheSpec, as_codec, budget_blocks, cache_cap
+from kvjax.cache import CacheSpec, as_codec, budget_blocks, cache_cap, rate_blocks
 from kvjax.checks import check_whole
 from kvjax.engine.calls import NO_BUDGET
 from kvjax.errors import UserError
@@ -115,23 +115,6 @@ def bucket(size: int, least: int) -> int:
     return -(-size // step) * step
 
 
-def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: int = 0) -> int:
-    """Blocks that a sequence of `length` tokens may keep at a rate, over all its heads.
-
-    length · heads / (rate · block_size), rounded down, but at least a block per head and the
-    floor. No cap in whole blocks per head comes between: on short prompts it would change the rate.
-
-    Raises:
-        UserError: the rate is not a finite number of at least 1.
-    """
-    if not 1 <= rate < float("inf"):
-        raise UserError(f"rate {rate}: give a number of at least 1 (1 keeps everything)")
-    if rate == 1:
-        return NO_BUDGET
-    least = heads if floor == 0 else budget_blocks(floor, 1, heads, block_size)
-    return max(least, int(length * heads / (rate * block_size)))
-
-
 def kept_blocks(variant: Variant, length: int, heads: int, config: EvaluatorConfig) -> int:
     """Blocks that a variant may keep of a prompt of `length` tokens, over all its heads.
 
@@ -139,7 +122,9 @@ def kept_blocks(variant: Variant, length: int, heads: int, config: EvaluatorConf
         UserError: the rate or the cap is out of range.
     """
     b, cap = config.block_size, variant.cap
-    if cap is None and config.rates_as_caps and variant.rate > 1:
+    if cap is None and variant.rate == 1:
+        return NO_BUDGET
+    if cap is None and config.rates_as_caps:
         cap = cache_cap(length, variant.rate, b, config.floor)
     if cap is None:
         return rate_blocks(length, variant.rate, heads, b, config.floor)

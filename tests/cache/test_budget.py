@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache.budget import budget_blocks, cache_cap
+from kvjax.cache.budget import budget_blocks, cache_cap, rate_blocks
 from kvjax.errors import UserError
 from tests import oracle
 
@@ -43,6 +43,20 @@ def test_cap_equals_the_oracle(length, rate, block_size, floor):
     assert cap >= block_size
 
 
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    length=st.integers(1, 3000),
+    rate=st.one_of(st.integers(1, 128), st.sampled_from([1.0, 1.25, 1.5, 2.5, 7.5, 1e300])),
+    heads=st.integers(1, 12),
+    block_size=st.sampled_from([1, 4, 16, 32]),
+    floor=st.sampled_from([0, 8, 100]),
+)
+def test_blocks_of_a_rate_equal_the_oracle(length, rate, heads, block_size, floor):
+    blocks = rate_blocks(length, rate, heads, block_size, floor)
+    assert blocks == oracle.rate_blocks(length, rate, heads, block_size, floor)
+    assert isinstance(blocks, int)
+
+
 @settings(deadline=None, derandomize=True)
 @given(
     cap=st.integers(1, 5000),
@@ -58,6 +72,7 @@ def test_budget_counts_partial_blocks_whole(cap, layers, heads, block_size):
 def test_budgets_stay_in_int32():
     assert budget_blocks(2**31 - 1, 80, 8, 1) == 2**31 - 1
     assert budget_blocks(0, 80, 8, 16) == 0
+    assert rate_blocks(2**31 - 1, 1.5, 640, 1) == 2**31 - 1
 
 
 @pytest.mark.parametrize(
@@ -69,6 +84,9 @@ def test_budgets_stay_in_int32():
         (lambda: cache_cap(-1, 2), "length -1"),
         (lambda: cache_cap(100, 2, block_size=0), "block_size 0"),
         (lambda: cache_cap(100, 2, floor=2**31), "floor 2147483648"),
+        (lambda: rate_blocks(100, 0.99, 6), "rate 0.99"),
+        (lambda: rate_blocks(100, math.inf, 6), "rate inf"),
+        (lambda: rate_blocks(100, 2, 0), "heads 0"),
         (lambda: budget_blocks(2**31, 1, 1, 16), "cap 2147483648"),
         (lambda: budget_blocks(16, 1, 1, 0), "block_size 0"),
         (lambda: budget_blocks(16, 0, 1, 16), "num_layers 0"),

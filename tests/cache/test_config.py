@@ -1,6 +1,7 @@
 """What users ask of compression: refused in one line, or had, and at which rate."""
 
 import dataclasses
+import functools
 import math
 from fractions import Fraction
 from typing import Any
@@ -109,7 +110,8 @@ def test_a_rate_of_one_evicts_nothing():
         assert not config.sized
         for length in (1, 15, 16, 17, 100, 84_870):
             assert config.cap(length, 16) is None
-            assert config.reached_rate(length, 16) == 1
+            assert config.blocks(length, 6, 16) is None
+            assert config.reached_rate(length, 6, 16) == 1
     assert CompressionConfig(rate=1.001).sized
     assert not CompressionConfig(method="full", rate=8).sized
     assert CompressionConfig(rate=1, sinks=10**9).cap(1000, 16) is None
@@ -122,23 +124,29 @@ def test_the_rate_that_is_reached_counts_the_blocks_that_are_kept(rate, block):
     for floor in (1, 100, 128):
         config = CompressionConfig(rate=rate, floor=floor, protected=0)
         for length in (1, 16, 17, 128, 129, 500, 1000, 6001):
-            cap = oracle.cache_cap(length, rate, block, floor)
-            whole = layers * heads * -(-length // block)
-            budget = oracle.budget_blocks(cap, layers, heads, block)
-            reached = config.reached_rate(length, block)
-            if rate == 1 or whole <= budget:
+            budget = oracle.rate_blocks(length, rate, layers * heads, block, floor)
+            reached = config.reached_rate(length, layers * heads, block)
+            if rate == 1:
+                assert config.blocks(length, layers * heads, block) is None
                 assert reached == 1
             else:
-                assert reached == pytest.approx(length * layers * heads / (budget * block))
-                assert reached > 1
+                assert config.blocks(length, layers * heads, block) == budget
+                assert reached == max(1, length * layers * heads / (budget * block))
 
 
 def test_the_floor_is_told():
     for rate in (8, 16, 32, 64):
-        assert CompressionConfig(rate=rate).reached_rate(1000, 16) == 1000 / 128
-    assert CompressionConfig(rate=8).reached_rate(8000, 16) == 8000 / 992
-    assert CompressionConfig(max_cache_tokens=100).reached_rate(1000, 16) == 1000 / 112
-    assert CompressionConfig(rate=8).reached_rate(100, 16) == 1
+        assert CompressionConfig(rate=rate).reached_rate(1000, 90, 16) == 1000 / 128
+    assert CompressionConfig(max_cache_tokens=100).reached_rate(1000, 90, 16) == 1000 / 112
+    assert CompressionConfig(rate=8).reached_rate(100, 90, 16) == 1
+
+
+def test_a_rate_is_what_it_says():
+    """Over all heads: less than a block of theirs is lost, whatever a head's whole blocks hold."""
+    for rate, length in ((8, 8000), (32, 1000), (16, 1000), (7.3, 4097)):
+        reached = CompressionConfig(rate=rate, floor=8).reached_rate(length, 90, 8)
+        assert rate <= reached < rate * 1.01
+    assert CompressionConfig(rate=32, floor=8).reached_rate(1000, 90, 32) == 1000 / 32
 
 
 @pytest.mark.parametrize(("dtype", "kv_bytes"), [("int4", 68), ("int8", 132), ("bfloat16", 256)])
@@ -165,9 +173,12 @@ def test_bytes_become_tokens_of_what_is_stored(dtype, kv_bytes):
 def test_a_cap_below_what_is_protected_is_refused():
     config = CompressionConfig(method="streaming-llm", max_cache_tokens=100, protected=97)
     assert config.cap(100, 16) == 100
-    for ask in (config.cap, config.reached_rate):
+    for ask in (
+        config.cap,
+        *(functools.partial(f, heads=6) for f in (config.blocks, config.reached_rate)),
+    ):
         with pytest.raises(UserError, match=r"101 tokens .* \(97 newest, 4 oldest\)"):
-            ask(101, 16)
+            ask(prompt_len=101, block_size=16)
     assert dataclasses.replace(config, protected=96).cap(101, 16) == 100
 
 

@@ -16,7 +16,7 @@ from kvjax.cache.policy.method import PLAIN
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.policy.score import Stored
 from kvjax.errors import UserError
-from tests.cache.pair import heads_of
+from tests.cache.pair import heads_of, poison
 from tests.oracle.matched import matched, turned
 from tests.oracle.question_free import calibrated
 
@@ -64,6 +64,8 @@ def compressed(
         )
     else:
         found, ok = jax.jit(kv.write_prompt)(cache(), slot, k, v, metric, length)
+        # Blocks that others had before, with what they left there.
+        found = poison(found, 7)
         artefacts = ARTEFACTS if own is None else {**ARTEFACTS, PROMPT_QUERY: own}
         found, _ = jax.jit(kv.compress)(
             found, slot[None], blocks[None], method, artefacts=artefacts
@@ -89,7 +91,7 @@ def test_what_stays_is_fitted_as_the_oracle_fits_it(way):
     k, v, metric = prompt(0)
     # Padding that would be read if it were looked at.
     more = 5 if way == "in" else 0
-    wide = [np.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=9) for x in (k, v)]
+    wide = [np.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=np.nan) for x in (k, v)]
     scores = np.pad(metric, ((0, 0), (0, 0), (0, more)), constant_values=9)
     found = compressed(way, wide[0], wide[1], scores, 17)
     assert_fitted(found, k, v, lambda layer, h: queries(layer, h, T, 50))

@@ -176,7 +176,7 @@ def test_nobody_is_told_of_the_rate_of_a_draft(smaller, caplog, monkeypatch):
     monkeypatch.setattr(llm, "generate", generate)
     assert len(drafts(PROMPT, 4)) == 4
     assert asked == [dataclasses.replace(own, rate=None, max_cache_tokens=64)]
-    assert own.reached_rate(LENGTH, B) < 2
+    assert own.reached_rate(LENGTH, llm.plan.heads, B) < 2
     assert not [record for record in caplog.records if "rate" in record.getMessage()]
 
 

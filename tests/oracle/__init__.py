@@ -6,7 +6,7 @@ every head's cache as a list of KVs in logical order. The tests compare kvjax wi
 
 from tests.oracle.attention import attend, causal_attention, softmax
 from tests.oracle.audit import audit
-from tests.oracle.budget import budget_blocks, cache_cap, evictions_needed
+from tests.oracle.budget import budget_blocks, cache_cap, evictions_needed, rate_blocks
 from tests.oracle.cache import OracleCache
 from tests.oracle.eviction import (
     Choice,
@@ -43,6 +43,7 @@ __all__ = [
     "paper_prices",
     "prefill_metric",
     "prices",
+    "rate_blocks",
     "softmax",
     "window_metric",
 ]

@@ -16,6 +16,17 @@ def cache_cap(length: int, rate: float, block_size: int = 16, floor: int = 128) 
     return max(below, floor, block_size)
 
 
+def rate_blocks(length: int, rate: float, heads: int, block_size: int, floor: int = 0) -> int:
+    """The most blocks that hold no more than the KVs of `length` tokens by `rate`."""
+    whole = budget_blocks(length, 1, heads, block_size)
+    if rate == 1:
+        return whole
+    most = 0
+    while (most + 1) * block_size * rate <= length * heads:
+        most += 1
+    return max(most, heads, budget_blocks(floor, 1, heads, block_size))
+
+
 def budget_blocks(cap_tokens: int, num_layers: int, num_kv_heads: int, block_size: int) -> int:
     """Blocks that hold `cap_tokens` in every head of every layer: partial blocks count whole."""
     per_head = 0

@@ -109,9 +109,11 @@ class AttentionMatched(Merger):
         kept: Bool[Array, " T"],
     ) -> tuple[Float[Array, "T d"], Float[Array, "T d"]]:
         """Keys and values of one head, by queries that are scaled by 1/√d."""
-        old = k.astype(jnp.float32), v.astype(jnp.float32)
+        there = dropped | kept
+        # What nobody wrote may be no number, and so is 0 times it.
+        old = k.astype(jnp.float32), jnp.where(there[:, None], v.astype(jnp.float32), 0)
         logit = q @ old[0].T
-        held = jnp.where(dropped | kept, logit, -1e30)
+        held = jnp.where(there, logit, -1e30)
         weight = jnp.exp(held - jnp.max(held, axis=-1, keepdims=True))
         stays = jnp.where(kept, weight, 0)
         # Of what a query hardly looks at nothing may be left in float32, which tells it nothing.

@@ -19,7 +19,6 @@ from kvjax.cli.throughput.limits import roofline_seconds
 from kvjax.cli.throughput.work import Arrival, prompts_of
 from kvjax.engine import LLM, EngineConfig, SamplingParams
 from kvjax.engine.metrics import PHASES
-from kvjax.engine.request import Request
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
 from kvjax.models.hub import Progress
@@ -94,7 +93,7 @@ def expected_batch(
 ) -> int:
     """Sequences that the pool holds once all of them are at their budget, or half grown."""
     b, heads = llm.plan.spec.block_size, llm.plan.heads
-    budget = Request.budget_of(llm.model.config, compression, input_len, b)
+    budget = compression.blocks(input_len, heads, b)
     grown = heads * -(-(input_len + output_len // 2) // b)
     # While it decodes each head has a block that is not full yet.
     each = grown if budget is None else min(grown, budget + heads)
