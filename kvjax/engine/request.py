@@ -132,7 +132,7 @@ class Request:
     stats: RequestStats = dataclasses.field(default_factory=RequestStats)
     slot: int | None = None
     since_compression: int = 0
-    """Tokens generated since it was last compressed."""
+    """Tokens generated since it was last compressed on its interval; −1 before its first."""
     measured: int = 0
     """Tokens of its last prefill, which is what its method has observed."""
     unevictable: int = 0

@@ -284,6 +284,8 @@ class Scheduler:
     def inserted(self, request: Request, in_pool: bool = False) -> None:
         """The prompt of the prefilling request is in its slot, or was there all along."""
         self.prefilling = self.job = None
+        # The prompt's own token comes of no decode step.
+        request.since_compression = -1
         self.running.append(request)
         if not in_pool:
             blocks = request.blocks_to_admit()
@@ -466,5 +468,5 @@ def _slot_of(request: Request | None) -> int:
 
 
 def _until_compression(request: Request) -> int:
-    """Tokens that a request may generate before it is compressed on its interval."""
-    return (request.compression.compress_every or 0) - request.since_compression
+    """Decode steps of a request before it is compressed on its interval."""
+    return (request.compression.compress_every or 0) - max(0, request.since_compression)

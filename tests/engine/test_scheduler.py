@@ -462,7 +462,7 @@ def test_whoever_found_no_blocks_goes_on_alone():
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("seed", [0, 2, 3, 4, 6, 9])
 def test_everybody_ends_and_the_oldest_always_gets_on(seed, ahead):
     rng = np.random.default_rng(seed)
     device = Device(60 * HEADS, ahead=ahead)

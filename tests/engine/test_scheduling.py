@@ -186,6 +186,29 @@ def test_an_interval_is_kept_to_the_token(tiny_params, monkeypatch):
     assert set(seen) == {6}
 
 
+def test_an_interval_begins_with_the_first_step_whoever_waits(tiny_params, monkeypatch):
+    """Beside a prompt that waits steps are single ones: the first comes with the prompt's token."""
+    own = dataclasses.replace(SMALL, compress_every=3)
+    llm = make_llm(tiny_params, own)
+    compress, seen = llm.engine._compress, []
+
+    def noted(requests):
+        seen.extend(r.length for r in requests if r.id == "one")
+        return compress(requests)
+
+    monkeypatch.setattr(llm.engine, "_compress", noted)
+    one, other = prompts_of(40, 30)
+    for beside in ([], [other]):
+        llm.add_request(one, greedy(16), request_id="one")
+        for prompt in beside:
+            llm.add_request(prompt, greedy(16), FULL)
+        while llm.has_unfinished():
+            llm.step()
+        # A token more than steps: the newest one's KV is not written yet.
+        assert seen == [44, 47, 50, 53]
+        seen.clear()
+
+
 def test_a_full_pool_ends_who_is_alone(tiny_params):
     llm = make_llm(tiny_params, FULL)
     name = llm.add_request(prompts_of(10)[0], greedy(100))
