@@ -406,13 +406,19 @@ class Scheduler:
     def _by_rule(self) -> dict[Hashable, list[Request]]:
         """Running requests by what decode steps do to their metrics, the oldest one's rule first.
 
-        Where that is nothing they decode with the first of the others.
+        Where that is nothing they decode with the first of the others, unless they may share
+        blocks: kernels that keep logits for metrics have room for as many as the pool has KVs.
         """
         in_order = sorted(self.running, key=lambda r: r.order)
-        rules = [r.rule for r in in_order if r.rule is not None] or [None]
-        groups: dict[Hashable, list[Request]] = {rule: [] for rule in rules}
+        first = next((r.rule for r in in_order if r.rule is not None), None)
+
+        def rule_of(request: Request) -> Hashable:
+            joins = request.rule is None and request.sharing is None
+            return first if joins else request.rule
+
+        groups: dict[Hashable, list[Request]] = {rule_of(request): [] for request in in_order}
         for request in self.running:
-            groups[rules[0] if request.rule is None else request.rule].append(request)
+            groups[rule_of(request)].append(request)
         return groups
 
     # Making room

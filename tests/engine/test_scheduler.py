@@ -445,6 +445,17 @@ def test_requests_of_one_rule_decode_together():
     assert device.round()[-1] == Decode((first, fourth), STEPS, None)
 
 
+def test_requests_that_share_blocks_decode_where_none_is_measured():
+    device = Device(100 * HEADS)
+    made = [request_of(n, 8, max_tokens=30, rule=rule) for n, rule in enumerate((None, "a", None))]
+    made[0].sharing = "whole"
+    for request in made:
+        device.scheduler.add(request)
+    first, second, third = made
+    seen = device.round()
+    assert seen[-2:] == [Decode((first,), STEPS, None), Decode((second, third), STEPS, "a")]
+
+
 def test_whoever_found_no_blocks_goes_on_alone():
     """Else one request takes what is freed of it, again and again, and others never have enough."""
     device = Device(29 * HEADS)

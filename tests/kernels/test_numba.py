@@ -3,10 +3,13 @@
 import ctypes
 import dataclasses
 import importlib.util
+import inspect
 import subprocess
 import sys
 import threading
 import time
+import types
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +87,24 @@ def test_without_numba_xla_serves(monkeypatch) -> None:
     found = explain(paged_attention, *given())
     assert found.startswith("xla: ")
     assert "Python without Numba (pip install 'kvjax[cpu]')" in found
+
+
+def test_what_lies_on_disk_is_of_this_version(monkeypatch) -> None:
+    """Numba tells functions on disk by what they close over, and by their own file alone."""
+    made = []
+
+    def compiled(function, _):
+        made.append(function)
+        return numba_calls.compiled(_nothing, _SIGNATURE)
+
+    stand_in = types.SimpleNamespace(**{**vars(numba_calls), "compiled": compiled})
+    monkeypatch.setattr(numba_cpu, "calls", stand_in)
+    monkeypatch.setattr(numba_threads, "lend", lambda *_: None)
+    monkeypatch.setattr(stand_in, "register", lambda *_: None)
+    monkeypatch.setattr(numba_cpu.inspect, "getsource", lambda module: "anything")
+    numba_cpu._compiled.__wrapped__(1, 2, 0, 0)
+    of = zlib.crc32(b"anything" * 3)
+    assert [inspect.getclosurevars(f).nonlocals["stamp"] for f in made] == [of, of]
 
 
 def test_codes_of_sequences_that_are_not_observed() -> None:

@@ -30,6 +30,9 @@ def changed(array: jax.ShapeDtypeStruct, shape=None, dtype=None) -> jax.ShapeDty
         ({"q": changed(Q, (2, 8, 32))}, r"q shape: got \[2, 8, 32\], wanted \[2, H·r, 64\]"),
         ({"q": changed(Q, dtype=jnp.int8)}, "q dtype: got int8, wanted one of bfloat16"),
         ({"k": changed(K, dtype=jnp.float8_e4m3fn)}, "k dtype: got float8_e4m3fn, wanted one of"),
+        ({"k": changed(K, (0, 16, 64))}, r"k shape: got \[0, 16, 64\], wanted .* at least 1"),
+        ({"k": changed(K, (5, 0, 64))}, r"k shape: got \[5, 0, 64\], wanted .* at least 1"),
+        ({"block_table": changed(TABLE, (2, 2, 0))}, r"block_table shape: got .* M at least 1"),
         ({"v": changed(V, (5, 16, 32))}, r"v shape: got \[5, 16, 32\], wanted that of k"),
         ({"v": changed(V, dtype=jnp.bfloat16)}, "v dtype: got bfloat16, wanted that of k"),
         ({"block_table": changed(TABLE, dtype=jnp.float32)}, "block_table dtype: got float32"),
@@ -188,6 +191,9 @@ def test_no_plan_where_none_is_needed() -> None:
     lengths = jnp.ones((2, 2), jnp.int32)
     pool = jnp.zeros(K.shape, K.dtype)
     assert plan_paged_attention(lengths, pool, num_query_heads=8, max_blocks=3) is None
+    for heads in (0, 7):
+        with pytest.raises(ValueError, match=f"num_query_heads: got {heads}, wanted a multiple of"):
+            plan_paged_attention(lengths, pool, num_query_heads=heads, max_blocks=3)
 
 
 def test_a_plan_for_other_arguments_is_refused() -> None:

@@ -113,6 +113,7 @@ def test_explains_the_choice() -> None:
         (0, (1000, 32, 80), r"q shape: got \[1000, 32, 80\], wanted \[T, H·r, 64\]"),
         (2, (1000, 8, 80), r"v shape: got \[1000, 8, 80\], wanted that of k, \[1000, 8, 64\]"),
         (3, (4, 70, 64), r"prefix.k shape: got \[4, 70, 64\], wanted \[8, P, 64\]"),
+        (3, (8, 0, 64), r"prefix.k shape: got \[8, 0, 64\], wanted P of at least 1"),
         (4, (8, 71, 64), r"prefix.v shape: got \[8, 71, 64\], wanted that of k, \[8, 70, 64\]"),
         (5, (7,), r"prefix.length shape: got \[7\], wanted \[8\]"),
     ],

@@ -117,6 +117,7 @@ def test_half_precision_inputs_accumulate_in_float32():
         ({"q": (4, 6, 16)}, r"q shape: got \[4, 6, 16\], wanted \[w, H·r, 8\]"),
         ({"q": (4, 5, 8)}, "q shape: got 5 query heads, wanted a multiple of 2 KV heads"),
         ({"query_position": (3,)}, r"query_position shape: got \[3\], wanted \[4\]"),
+        ({"query_weight": (3,)}, r"query_weight shape: got \[3\], wanted \[4\]"),
         ({"key_position": (9, 3)}, r"key_position shape: got \[9, 3\], wanted \[9\] or \[9, 2\]"),
     ],
 )

@@ -44,7 +44,8 @@ def paged_attention(
         scale: factor of the logits, 1/√d by default.
         metric: pool of eviction metrics, float32; needed with `return_metric`.
         return_metric: also return the metrics with Σ p^power over the query group added to each KV
-            (KV-Compress, equation 20). A block may then belong to one head only.
+            (KV-Compress, equation 20). A block may then belong to one head only, of sequences that
+            are observed and of the others.
         power: 1 or 2 (static).
         observed: sequences whose metrics are added to; all by default.
         exact: rows that are read in place of what the pool has of the same KVs.
@@ -251,9 +252,14 @@ def plan_paged_attention(
 
     Returns:
         None where the implementation needs no list.
+
+    Raises:
+        ValueError: the query heads are no multiple of the KV heads.
     """
     num_seqs, num_heads = context_len.shape[-2:]
     num_blocks, block_size, head_dim = k.shape
+    if num_query_heads < num_heads or num_query_heads % num_heads:
+        raise wanted("num_query_heads", num_query_heads, f"a multiple of {num_heads} KV heads")
     group = num_query_heads // num_heads
     shape = spec.Shape(
         num_seqs,

@@ -86,8 +86,8 @@ def _forms(shape: Shape) -> tuple[Form, Form] | None:
 
 
 def _num_tiles(shape: Shape) -> int:
-    """Tiles that a work list can hold: bounded by the tables, and by the pool as every block
-    belongs to one head."""
+    """Tiles that a work list can hold: bounded by the tables, and by the pool where every block
+    belongs to one head, as metrics want it (see `paged_attention`)."""
     by_table = shape.rows * -(-shape.max_blocks * shape.block_size // TILE)
     by_pool = -(-shape.blocks * shape.block_size // TILE) + shape.rows
     return min(by_table, by_pool) + finishing.UNIT // TILE

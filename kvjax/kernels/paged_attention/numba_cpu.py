@@ -145,7 +145,8 @@ def _compiled(r: int, d: int, keys: int, values: int) -> str:
 
     @no_type_check
     def task(team):
-        _work(team, r, d, keys, values)
+        if stamp >= 0:
+            _work(team, r, d, keys, values)
         threads.leave(team)
 
     @no_type_check

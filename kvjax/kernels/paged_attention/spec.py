@@ -94,6 +94,10 @@ def checked(q, k, v, block_table, context_len, metric) -> Shape:
             raise wanted(f"{name} shape", list(array.shape), axes)
     seqs, heads, max_blocks = block_table.shape
     blocks, block_size, head_dim = k.shape
+    if not all(k.shape):
+        raise wanted("k shape", list(k.shape), "[N, b, d], each at least 1")
+    if max_blocks == 0:
+        raise wanted("block_table shape", list(block_table.shape), "[S, H, M], M at least 1")
     if v.shape != k.shape:
         raise wanted("v shape", list(v.shape), f"that of k, {list(k.shape)}")
     if q.shape[0] != seqs or q.shape[2] != head_dim:

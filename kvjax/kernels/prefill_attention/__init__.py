@@ -188,6 +188,8 @@ def _check(q, k, v, prefix: Prefix | None) -> None:
         return
     if prefix.k.ndim != 3 or prefix.k.shape[::2] != (num_heads, d):
         raise wanted("prefix.k shape", list(prefix.k.shape), f"[{num_heads}, P, {d}]")
+    if prefix.k.shape[1] == 0:
+        raise wanted("prefix.k shape", list(prefix.k.shape), "P of at least 1, or no prefix")
     if prefix.v.shape != prefix.k.shape:
         raise wanted("prefix.v shape", list(prefix.v.shape), f"that of k, {list(prefix.k.shape)}")
     if prefix.length.shape != (num_heads,):

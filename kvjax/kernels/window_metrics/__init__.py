@@ -61,7 +61,7 @@ def window_metrics(
     Raises:
         ValueError: an argument does not fit; names it, what it got and what is wanted.
     """
-    _checked(q, k, query_position, key_position, power, query_block)
+    _checked(q, k, query_position, key_position, query_weight, power, query_block)
     chosen = choice(q, k, log_sum=log_sum, above=above, implementation=implementation)
     key_position, query_block = _defaults(q, k, key_position, query_block)
     scale = 1 / math.sqrt(k.shape[-1]) if scale is None else scale
@@ -159,7 +159,7 @@ def hit_intervals(
     Raises:
         ValueError: an argument does not fit; names it, what it got and what is wanted.
     """
-    _checked(q, k, query_position, key_position, 1, query_block)
+    _checked(q, k, query_position, key_position, None, 1, query_block)
     key_position, query_block = _defaults(q, k, key_position, query_block)
     return reference.hit_intervals(
         q,
@@ -186,7 +186,7 @@ def _defaults(
     return key_position, query_block
 
 
-def _checked(q, k, query_position, key_position, power, query_block) -> None:
+def _checked(q, k, query_position, key_position, query_weight, power, query_block) -> None:
     """Raises ValueError unless the arguments fit."""
     num_keys, num_heads, _ = check_prompt(q, k, "w")
     if query_position.shape != q.shape[:1]:
@@ -197,6 +197,8 @@ def _checked(q, k, query_position, key_position, power, query_block) -> None:
             either = f"[{num_keys}] or [{num_keys}, {num_heads}]"
             raise wanted("key_position shape", list(key_position.shape), either)
         check_dtype("key_position", key_position, jnp.integer, "int32")
+    if query_weight is not None and query_weight.shape != q.shape[:1]:
+        raise wanted("query_weight shape", list(query_weight.shape), list(q.shape[:1]))
     if power not in (1, 2):
         raise wanted("power", power, "1 or 2")
     if query_block is not None and query_block < 1:
