@@ -73,16 +73,16 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
 def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
     """What requests like this one may need, whatever runs beside them: `needs_of`, also where they
     share, and every size of decode steps and compressions."""
-    yield from needs_of(worker, request)
-    for one in sharing(worker, request):
+    drawn = however_drawn(worker, request)
+    for one in (*drawn, *sharing(worker, request)):
         yield from needs_of(worker, one)
     worker, top, outside = without_state(worker), num_top([request]), worker.config.num_rows
 
     for group in worker.decode_sizes:
         slots = [outside] * group
         yield _need(worker.decode_call(slots, 1, request.method.decode, top, exact=True))
-        if worker.decodes_once:
-            most = effort([request.sampling])
+        for one in drawn if worker.decodes_once else ():
+            most = effort([one.sampling])
             yield _need(worker.once_call(slots, request.method.decode, top, most, exact=True))
     if request.budget is None:
         return
@@ -92,6 +92,15 @@ def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
         yield _need(
             worker.compress_call(slots, slots, slots, request.method, most, longest, exact=True)
         )
+
+
+def however_drawn(worker: Worker, request: Request) -> list[Request]:
+    """Such a request for each way of choosing tokens that has steps of its own: single decode
+    steps, and the first token's choice beside them; a loop chooses in any way."""
+    kinds = ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})
+    samplings = [dataclasses.replace(request.sampling, **more) for more in kinds]
+    own = [dataclasses.replace(request, sampling=sampling) for sampling in samplings]
+    return own if worker.decodes_once else [request]
 
 
 def sharing(worker: Worker, request: Request) -> Iterator[Request]:

@@ -238,7 +238,7 @@ class Request:
         room = self.heads
         if self.compressed_first:
             assert self.budget is not None
-            room = max(room, self.heads * (-(-chunk_in_pool // self.block_size) + 1))
+            room = max(room, self.blocks_whole(chunk_in_pool) + self.heads)
             prompt = min(prompt, self.budget + self.unevictable)
         return min(prompt + room, self.blocks_whole(self.length + self.remaining))
 
@@ -262,8 +262,8 @@ class Request:
         start = self.budget
         if not self.compression.on_prefill:
             start = max(start, self.blocks_whole(self.length))
-        grown = start + self.heads * (-(-growth // self.block_size) + 1)
+        grown = start + self.blocks_whole(growth) + self.heads
         if self.compression.on_prefill or self._compressed_later:
-            back = self.budget + self.heads * (-(-chunk_in_pool // self.block_size) + 1)
+            back = self.budget + self.blocks_whole(chunk_in_pool) + self.heads
             grown = max(grown, back)
         return max(to_admit, min(whole, grown))

@@ -15,7 +15,7 @@ from kvjax.engine.checks import checked_request
 from kvjax.engine.interrupts import held
 from kvjax.engine.prefix_files import Kind
 from kvjax.engine.prefixes import Prefix
-from kvjax.engine.prompts import Prompt, token_ids
+from kvjax.engine.prompts import Prompt
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.worker import Worker
@@ -39,11 +39,11 @@ def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) ->
             f"{llm.config.share_prefix!r}: give EngineConfig(share_prefix='always'), or another "
             "method"
         )
-    tokens = token_ids(prompt, llm.model.tokenizer, llm.model.config.vocab_size)
+    tokens = request.prompt
     outputs: list[RequestOutput] = []
     with llm.engine.owner("retain"):
         request = llm._add(
-            prompt, SHORTEST, compression, None, outputs.append, None, False, len(tokens)
+            tokens, SHORTEST, compression, None, outputs.append, None, False, len(tokens)
         )
         try:
             while not (outputs and outputs[-1].finished):

@@ -1,6 +1,5 @@
 """Steps that are compiled before they are needed: what `LLM.warm_up` does, in parts."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from kvjax.checks import check_whole
 from kvjax.engine.agreement import plain_compression
 from kvjax.engine.checks import checked_request
 from kvjax.engine.interrupts import held
-from kvjax.engine.needs import needs_of, sharing
+from kvjax.engine.needs import however_drawn, needs_of, sharing
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams, effort
 from kvjax.engine.worker import Worker
@@ -91,26 +90,19 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
     def others(one: Request) -> None:
         worker.compiled.compile([need.call() for need in needs_of(worker, one)])
 
-    # Decode steps without a loop, and the first token's choice, are others where tokens are drawn.
-    drawn = ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5})
-    kinds = drawn if worker.decodes_once else ()
-    samplings = [dataclasses.replace(request.sampling, **more) for more in kinds]
-
+    drawn = however_drawn(worker, request)
     yield prompt
     for group in worker.decode_sizes:
-        slots = [outside] * group
-        for sampling in samplings:
-            most = effort([sampling])
-            yield functools.partial(worker.decode, slots, 1, request.method.decode, top, most)
-        if not samplings:
-            yield functools.partial(worker.decode, slots, 0, request.method.decode, top)
+        # A loop may run for no steps; a single step is one.
+        slots, limit = [outside] * group, int(worker.decodes_once)
+        for one in drawn:
+            kind = effort([one.sampling])
+            yield functools.partial(worker.decode, slots, limit, request.method.decode, top, kind)
     if request.budget is not None:
         method, most = request.method, request.compression.max_kvs_per_step
         for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):
             slots, longest = [outside] * group, width * worker.cache.block_size
             yield functools.partial(worker.compress, slots, slots, slots, method, most, longest)
     yield functools.partial(worker.empty, [])
-    for one in sharing(worker, request):
+    for one in (*sharing(worker, request), *drawn[1:]):
         yield functools.partial(others, one)
-    for sampling in samplings[1:]:
-        yield functools.partial(others, dataclasses.replace(request, sampling=sampling))

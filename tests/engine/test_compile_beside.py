@@ -4,6 +4,7 @@ Compilations are made slow by an event, so no time decides anything here.
 """
 
 import asyncio
+import itertools
 import logging
 import re
 import threading
@@ -22,6 +23,7 @@ from kvjax.engine.async_llm import AsyncLLM
 from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.needs import needs_ahead
 from kvjax.engine.request import RequestOutput
+from kvjax.engine.sampling import DRAWN, FILTERED, GREEDY
 from tests.engine.async_serving import make, run, settled
 from tests.engine.serving import FULL, alone, assert_empty, greedy, prompts_of
 
@@ -308,6 +310,26 @@ def test_a_warm_up_holds_up_nobody(tiny_params, expected):
             assert set(llm.llm.worker.compiled.seconds) == known
             assert metric(llm, "compile_stalls_total") == 0
             assert metric(llm, "compile_seconds") == 0
+
+    run(main())
+
+
+def test_nothing_is_compiled_after_a_warm_up(tiny_params):
+    """However tokens are chosen, where decode steps have no loop, as on GPUs."""
+
+    async def main():
+        async with make(tiny_params) as llm:
+            llm.llm.worker.decodes_once = llm.llm.engine.runs_ahead = True
+            await llm.warm_up([LONG])
+            warmed = set(llm.llm.worker.compiled.seconds)
+            # Without one of these a loop takes its place until it is compiled.
+            singles = {key.sizes for key in warmed if key.step == "decode once"}
+            kinds = (GREEDY, DRAWN, FILTERED)
+            assert singles == set(itertools.product(llm.llm.worker.decode_sizes, kinds))
+            for sampling in ({}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}):
+                await llm.generate(prompts_of(LONG, LONG, LONG), greedy(12, **sampling))
+            assert set(llm.llm.worker.compiled.seconds) == warmed
+            assert metric(llm, "compile_stalls_total") == 0
 
     run(main())
 
