@@ -29,7 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cli import ArgumentParser, Progress, add_model_options, load_chosen_model, run_script
+from kvjax.cli import (
+    ArgumentParser,
+    Progress,
+    add_model_options,
+    check_output_file,
+    load_chosen_model,
+    run_script,
+)
 from kvjax.cli.models import check_model_options
 from kvjax.cli.progress import TimeLeft
 from kvjax.cli.rows import (
@@ -229,9 +236,10 @@ def calibrations_of(files: Sequence[str], model: Any) -> dict[str, Mapping[str, 
     from kvjax.cache.methods.predicted_reads import EXTRA, WEIGHT
     from kvjax.engine.calibrate.shelf import find, load
 
+    files = list(dict.fromkeys(files))
     stems = [Path(file).stem for file in files]
     found = {}
-    for file, stem in zip(dict.fromkeys(files), stems):
+    for file, stem in zip(files, stems):
         calibration = find(model) if file == "auto" else load(file, model)
         if calibration is None:
             raise UserError(f"--calibration {file}: there is none of {model.config.name}")
@@ -263,6 +271,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options.protocols = choose_protocols(options.protocols)
     check_model_options(options)
     check_rows(options)
+    if options.out is not None:
+        check_output_file("--out", options.out)
     return options
 
 

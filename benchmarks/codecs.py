@@ -19,7 +19,7 @@ import statistics
 import time
 from typing import Any
 
-from kvjax.cli import ArgumentParser, run_script
+from kvjax.cli import ArgumentParser, check_output_file, run_script
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -32,7 +32,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=32, help="decoded in each round (%(default)s)")
     add("--rounds", type=int, default=5, help="of each type (%(default)s)")
     add("--out", metavar="FILE", help="write the JSON object here, too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.out:
+        check_output_file("--out", options.out)
+    return options
 
 
 def engine_rounds(options: argparse.Namespace, types: list[str]) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,14 @@ from typing import Any
 
 from kvjax.cache.config import CALIBRATED
 from kvjax.checks import check_whole
-from kvjax.cli import ArgumentParser, Progress, add_model_options, load_chosen_model, run_script
+from kvjax.cli import (
+    ArgumentParser,
+    Progress,
+    add_model_options,
+    check_output_file,
+    load_chosen_model,
+    run_script,
+)
 from kvjax.cli.models import add_calibration_option, check_model_options, chosen_calibration
 from kvjax.cli.progress import TimeLeft
 from kvjax.cli.rows import choose_methods, rates_of
@@ -146,9 +153,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     check_whole("--tokens", options.tokens, 1, 4096)
     (options.method,) = choose_methods(options.method)
     options.rates = rates_of(options.rates)
-    for path in (options.out, options.rows):
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}")
+    for name, path in (("--out", options.out), ("--rows", options.rows)):
+        if path is not None:
+            check_output_file(name, path)
     return options
 
 

@@ -26,7 +26,14 @@ from typing import Any
 import numpy as np
 
 from kvjax.checks import check_whole
-from kvjax.cli import ArgumentParser, Progress, add_model_options, load_chosen_model, run_script
+from kvjax.cli import (
+    ArgumentParser,
+    Progress,
+    add_model_options,
+    check_output_file,
+    load_chosen_model,
+    run_script,
+)
 from kvjax.cli.models import add_calibration_option, check_model_options, chosen_calibration
 from kvjax.cli.rows import choose_methods, numbers
 from kvjax.errors import UserError
@@ -279,6 +286,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options.caps = numbers("caps", options.caps, int)
     for cap in options.caps:
         check_whole("--caps", cap, 16)
+    if options.out is not None:
+        check_output_file("--out", options.out)
     return options
 
 

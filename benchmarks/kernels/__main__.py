@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.kernels.targets import targets
 from kvjax import startup
-from kvjax.cli import ArgumentParser, run_script
+from kvjax.cli import ArgumentParser, check_output_file, run_script
 from kvjax.cli.throughput.limits import (
     ROUNDS,
     TIMED_SECONDS,
@@ -37,7 +37,6 @@ from kvjax.cli.throughput.limits import (
     loop_seconds,
     median_seconds,
 )
-from kvjax.errors import UserError
 
 SECTIONS = ("check", "decode", "window", "move", "step")
 RIVALS = ("jax paged_attention", "cuDNN, dense", "torch SDPA, dense", "FlashInfer, paged")
@@ -387,8 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-rivals", action="store_true", help="time only what is ours")
     parser.add_argument("--out", type=Path, help="write all results to this JSON file")
     options = parser.parse_args(arguments)
-    if options.out is not None and not options.out.parent.is_dir():
-        raise UserError(f"--out {options.out}: the folder {options.out.parent} does not exist")
+    if options.out is not None:
+        check_output_file("--out", options.out)
     import jax
 
     startup.started()

@@ -156,9 +156,12 @@ def test_a_command_compares_files(model, tiny_folder, tmp_path, capsys, monkeypa
     elsewhere = tmp_path / "elsewhere" / good.name
     elsewhere.parent.mkdir()
     calibration(model, 0).save(elsewhere)
-    assert run("--calibration", good, elsewhere, "--protocols", "chat") == 0
+    other = tmp_path / "other.safetensors"
+    calibration(model, 0).save(other)
+    assert run("--calibration", good, good, elsewhere, other, "--protocols", "chat") == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [line["calibration"] for line in report["results"]] == [str(good), str(elsewhere)]
+    names = [line["calibration"] for line in report["results"]]
+    assert names == [str(good), str(elsewhere), "other"]
     assert run("--calibration", good, "--out", out) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = [json.loads(line) for line in out.read_text().splitlines()]

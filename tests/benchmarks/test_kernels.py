@@ -20,7 +20,7 @@ from kvjax.cli import main_of
     ("command", "arguments", "message"),
     [
         (bench, ["--only", "speed"], "invalid choice: 'speed'"),
-        (bench, ["--out", "/no/such/folder/x.json"], "/no/such/folder does not exist"),
+        (bench, ["--out", "/no/such/folder/x.json"], "x.json': there is no such folder"),
         (compiling, [], "required: --target"),
         (compiling, ["--target", "gtx"], "invalid choice: 'gtx'"),
         (memory, ["--max-len", "0"], "--max-len 0"),
