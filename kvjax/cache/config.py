@@ -18,6 +18,8 @@ CALIBRATED, UNCALIBRATED = "matched:predicted-reads-blind", "snapkv"
 chat request asks for, with a calibration and without (docs/results.md)."""
 SIZES = ("rate", "max_cache_tokens", "budget_bytes")
 """What sets the size of a cache, one at a time."""
+USUAL_RATE = 8.0
+"""Of commands and servers, where neither a rate nor a size is asked for."""
 MOST_BYTES = 1 << 50
 MOST_KVS_PER_STEP = 100_000_000
 """Most that `max_kvs_per_step` may be: some GiB of temporaries."""

@@ -37,6 +37,7 @@ from kvjax.cli.models import (
     add_devices_option,
     add_draft_option,
     add_model_options,
+    asked_rate,
     check_cache_dtypes,
     check_draft,
     check_model_options,
@@ -60,8 +61,6 @@ PROMPT_GRAIN = 256
 """Prompts are padded to a multiple of this many tokens, so that few shapes are compiled."""
 MOST_PROMPT_BYTES = 1 << 26
 """Far more than any model reads, and far less than /dev/zero has."""
-USUAL_RATE = 8.0
-"""Where neither a rate nor a size is asked for."""
 RATE_TOLERANCE = 0.1
 """Share by which the rate that is reached may differ from the one that was asked for, unsaid."""
 QUESTION = "What is the command to continue execution until the next breakpoint?"
@@ -333,14 +332,9 @@ def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, Samplin
     from kvjax.cache.config import AUTO
     from kvjax.engine import SamplingParams
 
-    rate = options.rate
-    method = AUTO if options.method is None else options.method
-    sized = options.max_cache_tokens is not None or options.budget_bytes is not None
-    if rate is None and not sized and method != "full":
-        rate = USUAL_RATE
     compression = CompressionConfig(
-        method=method,
-        rate=rate,
+        method=AUTO if options.method is None else options.method,
+        rate=asked_rate(options),
         max_cache_tokens=options.max_cache_tokens,
         budget_bytes=options.budget_bytes,
         window=options.window,

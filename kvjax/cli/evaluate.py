@@ -257,7 +257,7 @@ def evaluate(
     from kvjax.cache import get_method
     from kvjax.cache.budget import usual_block
     from kvjax.cache.config import CALIBRATED
-    from kvjax.engine.calibrate.shelf import find
+    from kvjax.engine.calibrate.shelf import AUTO, find
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.engine.draft import Draft
     from kvjax.engine.key_similarity import measured
@@ -285,7 +285,7 @@ def evaluate(
         named = [method for method in named if method.name in able]
         variants = [variant for variant in variants if variant.method in able]
     calibration = chosen_calibration(options, model, named, progress)
-    if calibration is None and options.calibration == "auto":
+    if calibration is None and options.calibration == AUTO:
         # Making one is for methods: it has no levels.
         codecs = (v.prompt_codec for v in variants)
         calibration = find(model) if any(c and c.calibrated for c in codecs) else None

@@ -167,8 +167,6 @@ def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) 
     """
     if options.draft is None:
         return None
-    import jax
-
     from kvjax.cache import CompressionConfig
     from kvjax.cache.methods.speckv import MOST_DRAFTED
     from kvjax.engine import LLM, EngineConfig
@@ -176,11 +174,10 @@ def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) 
     from kvjax.models.config import MODELS
 
     named = options.draft.lower() in MODELS
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     model = load_model(
         options.draft if named else None,
         weights=None if named else options.draft,
-        dtype=dtype,
+        dtype=dtype_of(options),
         progress=progress,
     )
     most = min(model.config.max_position_embeddings, longest + MOST_DRAFTED)
@@ -199,9 +196,9 @@ def chosen_calibration(
     Raises:
         UserError: there is no such file, or it is of another model.
     """
-    from kvjax.engine.calibrate.shelf import find, load
+    from kvjax.engine.calibrate.shelf import AUTO, find, load
 
-    if options.calibration != "auto":
+    if options.calibration != AUTO:
         return load(options.calibration, model, TimeLeft(progress))
     if not any(method.calibrated for method in methods):
         return None
@@ -240,14 +237,14 @@ def runnable(
     Raises:
         UserError: the calibration that the option names is no such file, or of another model.
     """
-    from kvjax.engine.calibrate.shelf import AUTO, find
+    from kvjax.engine.calibrate.shelf import AUTO, NONE, find
 
     methods = list(methods)
     if options.calibration == AUTO:
         found = find(model)
     else:
         found = chosen_calibration(options, model, methods, progress)
-    options.calibration = found or "none"
+    options.calibration = found or NONE
     arrays = set(found.arrays if found else ())
     names = {method.name for method in methods if arrays.issuperset(method.calibrated)}
     lacking = [method.name for method in methods if method.name not in names]
@@ -272,9 +269,9 @@ def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Pr
     from kvjax.cache.config import CALIBRATED
     from kvjax.cache.config import usual_method as of_arrays
     from kvjax.cache.methods import get_method
-    from kvjax.engine.calibrate.shelf import find
+    from kvjax.engine.calibrate.shelf import AUTO, NONE, find
 
-    if options.calibration == "auto":
+    if options.calibration == AUTO:
         found = find(model)
         least, most = CALIBRATES_ITSELF
         size = sum(leaf.size for leaf in jax.tree.leaves(model.params))
@@ -283,7 +280,7 @@ def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Pr
             found = _made(model, progress)
     else:
         found = chosen_calibration(options, model, [get_method(CALIBRATED)], progress)
-    options.calibration = found or "none"
+    options.calibration = found or NONE
     return of_arrays(found.arrays if found else ())
 
 
@@ -305,6 +302,22 @@ def check_model_options(options: argparse.Namespace) -> None:
         get_model_entry(options.model)
 
 
+def dtype_of(options: argparse.Namespace) -> str:
+    """The name of the dtype of weights and cache that the options choose."""
+    import jax
+
+    return options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def asked_rate(options: argparse.Namespace) -> float | None:
+    """The rate that the options ask of the cache: `USUAL_RATE` where they give it no size."""
+    from kvjax.cache.config import USUAL_RATE
+
+    sizes = (options.rate, options.max_cache_tokens, options.budget_bytes)
+    sized = any(size is not None for size in sizes) or options.method == "full"
+    return options.rate if sized else USUAL_RATE
+
+
 def load_chosen_model(
     options: argparse.Namespace, progress: Progress | None = None
 ) -> "tuple[LoadedModel, str]":
@@ -313,28 +326,26 @@ def load_chosen_model(
     Raises:
         UserError: unknown name; weights that are missing, damaged or do not fit the model.
     """
-    import jax
-
     from kvjax.models import load_model
 
     startup.started()
     split = None
     devices = getattr(options, "tensor_parallel", None) or 1
     if (devices, replicas := getattr(options, "kv_replicas", 1)) != (1, 1):
+        from kvjax.engine.calibrate.shelf import AUTO
         from kvjax.engine.parallel import check_there
         from kvjax.engine.split import split_of
 
         # Before anything slow.
         check_there(devices)
-        split = split_of(devices, getattr(options, "calibration", "auto"), replicas)
-    dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        split = split_of(devices, getattr(options, "calibration", AUTO), replicas)
     model = load_model(
         options.model,
         weights=options.weights,
         dummy_weights=options.dummy_weights,
-        dtype=dtype,
+        dtype=dtype_of(options),
         weight_dtype=options.weight_dtype,
         progress=progress,
         split=split,
     )
-    return model, dtype
+    return model, dtype_of(options)

@@ -27,6 +27,7 @@ from kvjax.cli.models import (
     add_devices_option,
     add_draft_option,
     add_model_options,
+    asked_rate,
     check_cache_dtypes,
     check_draft,
     check_model_options,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from kvjax.models import LoadedModel
     from kvjax.serve import ServerSettings, Service
 
-USUAL_RATE = 8.0
 KEY_VARIABLE = "KVJAX_API_KEY"
 COMPARED = (
     "model", "dummy_weights", "dtype", "weight_dtype", "context_length", "rate",
@@ -176,14 +176,10 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
     from kvjax.checks import check_whole
     from kvjax.engine import EngineConfig
 
-    method, rate = options.method or AUTO, options.rate
-    sized = options.max_cache_tokens is not None or options.budget_bytes is not None
-    if rate is None and not sized and method != "full":
-        rate = USUAL_RATE
     given = {"floor": options.floor} if options.floor is not None else {}
     compression = CompressionConfig(
-        method=method,
-        rate=rate,
+        method=AUTO if options.method is None else options.method,
+        rate=asked_rate(options),
         max_cache_tokens=options.max_cache_tokens,
         budget_bytes=options.budget_bytes,
         compress_every=options.compress_every,

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.config import USUAL_RATE
 from kvjax.cache.methods import METHODS
 from kvjax.engine import AsyncLLM, AsyncOutputs, RateWarning, RequestOutput
 from kvjax.errors import QueueFull, UserError
@@ -102,7 +103,8 @@ class Service:
         """Compile what prompts of these lengths need, by every method; then the server is ready."""
         usual = self.llm.llm.compression
         for method in self.methods:
-            asked = CompressionConfig(method=method, rate=usual.rate or 8.0, floor=usual.floor)
+            rate = usual.rate or USUAL_RATE
+            asked = CompressionConfig(method=method, rate=rate, floor=usual.floor)
             await self.llm.warm_up(prompt_lens, False, asked if method != usual.method else None)
             if logprobs:
                 await self.llm.warm_up(prompt_lens, True, asked)

@@ -1,8 +1,11 @@
 """The options that commands share for choosing a model."""
 
+import argparse
+
 import pytest
 
 from kvjax.cli import ArgumentParser, add_model_options, check_model_options, load_chosen_model
+from kvjax.cli.models import asked_rate
 from kvjax.errors import UserError
 from tests.tiny import TINY
 
@@ -32,3 +35,20 @@ def test_unknown_models_are_refused_early():
         check_model_options(parse("--model", "smollm2-136m"))
     with pytest.raises(UserError, match="unrecognized arguments: --dtype"):
         parse("--dtype", "float32", files_only=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rate"),
+    [
+        ({}, 8),
+        ({"method": "snapkv"}, 8),
+        ({"rate": 2.5}, 2.5),
+        ({"rate": 1.0, "method": "full"}, 1),
+        ({"method": "full"}, None),
+        ({"max_cache_tokens": 64}, None),
+        ({"budget_bytes": 1 << 20}, None),
+    ],
+)
+def test_a_cache_without_a_size_has_the_usual_rate(asked, rate):
+    nothing = dict.fromkeys(("rate", "max_cache_tokens", "budget_bytes", "method"))
+    assert asked_rate(argparse.Namespace(**nothing | asked)) == rate

@@ -37,6 +37,7 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
         (("--port", 70000), "--port 70000"),
         (("--host", "no.such.host.invalid"), "no such address"),
         (("--rate", 0), "rate 0"),
+        (("--method", ""), "no method ''"),
         (("--methods", "none-such"), "none-such"),
         (("--warm-up", "a,b"), "--warm-up"),
         (("--api-key", ""), "--api-key"),
