@@ -34,7 +34,6 @@ from kvjax.cache.store import (
     init_cache,
     release,
     share,
-    write_layer,
     write_newest,
     write_prompt,
 )
@@ -72,7 +71,6 @@ __all__ = [
     "release",
     "schedule_evictions",
     "share",
-    "write_layer",
     "write_newest",
     "write_prompt",
     "write_survivors",

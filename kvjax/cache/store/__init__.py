@@ -20,7 +20,7 @@ from kvjax.cache.store.paged import (
     release,
     valid_slots,
 )
-from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_layer, write_newest
+from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_newest
 from kvjax.cache.store.saved import restored, saved, typed
 from kvjax.cache.store.scaled import Floats, Integers, Scaled
 from kvjax.cache.store.shard import HeadShard, agreed, summed
@@ -69,7 +69,6 @@ __all__ = [
     "unshare",
     "unshare_slots",
     "valid_slots",
-    "write_layer",
     "write_newest",
     "write_prompt",
 ]

@@ -288,19 +288,3 @@ def write_newest(
     if active is not None:
         context_len = jnp.where(active[:, None], context_len, 0)
     return reference.write_newest(pool, block_table, context_len, values)
-
-
-def write_layer(
-    k_pool: Float[Array, "N b d"],
-    v_pool: Float[Array, "N b d"],
-    block_table: Int32[Array, "S H M"],
-    context_len: Int32[Array, "S H"],
-    k: Float[Array, "S H d"],
-    v: Float[Array, "S H d"],
-    active: Bool[Array, " S"],
-) -> tuple[Float[Array, "N b d"], Float[Array, "N b d"]]:
-    """Write the newest KV of one layer to two plain arrays; see `KVPool.write_newest`."""
-    return (
-        write_newest(k_pool, block_table, context_len, k, active),
-        write_newest(v_pool, block_table, context_len, v, active),
-    )
