@@ -1,14 +1,15 @@
 """Where every tensor of a checkpoint goes, as the tables of the model's family say it.
 
 One list serves all loaders. A slot names the tensor in a Hugging Face checkpoint and in a GGUF
-file, the parameter it fills (one layer of it, and which part), and its shape in the file. Applying
-it is ``param[layer][slot.index] = slot.arrange(tensor)``: a matrix lies [out, in] in the file, is
-transposed to [in, out] (the embedding is not) and reshaped to the part it fills.
+file, the parameter it fills (one layer of it, and which part), and its shape in the file. A matrix
+lies [out, in] in the file and [in, out] in the parameter (the embedding does not), each of the two
+in as many axes as the part has: `weights/fill.py` turns a view of the part instead, so that its
+elements lie as in the file, and reads rows straight into it.
 
     for slot in tensor_slots(config):
         target = numpy_params[slot.param]          # e.g. ("layers", "qkv"), [L, D, H, r+2, d]
         part = target if slot.layer is None else target[slot.layer]
-        part[slot.index] = slot.arrange(read(slot.hf_name))
+        part[slot.index]                           # holds the tensor slot.hf_name
 """
 
 import math
@@ -61,17 +62,6 @@ class TensorSlot:
         while math.prod(self.shape[:inputs]) != self.file_shape[1]:
             inputs += 1
         return inputs
-
-    def arrange(self, tensor: np.ndarray) -> np.ndarray:
-        """The tensor of ``file_shape`` as it lies in the parameter: a view if nothing copies.
-
-        Raises ValueError if the tensor has another shape.
-        """
-        if tuple(tensor.shape) != self.file_shape:
-            raise ValueError(
-                f"{self.hf_name}: expected shape {self.file_shape}, got {tuple(tensor.shape)}"
-            )
-        return (tensor.T if self.transpose else tensor).reshape(self.shape)
 
 
 def undo_gguf_permutation(rows: np.ndarray, heads: int) -> np.ndarray:

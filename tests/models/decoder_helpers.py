@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax.models import decoder
 from kvjax.models.config import ModelConfig
-from kvjax.models.layout import tensor_slots
+from kvjax.models.layout import TensorSlot, tensor_slots
 
 
 def dense_attention(q, k, v, query_position, key_position):
@@ -52,6 +52,12 @@ def run(config, params, tokens, start, cache):
     return decoder.logits(config, params, hidden), cache
 
 
+def arranged(slot: TensorSlot, tensor: np.ndarray) -> np.ndarray:
+    """A tensor of a file as it lies in the parameter that it fills."""
+    assert tensor.shape == slot.file_shape
+    return (tensor.T if slot.transpose else tensor).reshape(slot.shape)
+
+
 def params_from(config: ModelConfig, read: Callable[[str], np.ndarray]) -> nnx.State:
     """Stacked f32 parameters from tensors that ``read`` returns by their Hugging Face names."""
     params = jax.tree.map(
@@ -64,7 +70,7 @@ def params_from(config: ModelConfig, read: Callable[[str], np.ndarray]) -> nnx.S
             target = target[name]
         value = cast(np.ndarray, target[...])
         part = value if slot.layer is None else value[slot.layer]
-        part[slot.index] = slot.arrange(read(slot.hf_name))
+        part[slot.index] = arranged(slot, read(slot.hf_name))
     return jax.tree.map(jnp.asarray, params)
 
 
