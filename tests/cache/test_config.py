@@ -23,7 +23,7 @@ from kvjax.cache.methods.scissorhands import OftenImportant
 from kvjax.cache.methods.shared_reads import SharedReads
 from kvjax.cache.methods.snapkv import SnapKV
 from kvjax.cache.policy import ByLayer, Global, Method, Selector
-from kvjax.cache.policy.allocate import CheapestBlocks, WeightedLayers
+from kvjax.cache.policy.allocate import CheapestBlocks
 from kvjax.cache.store import CacheSpec
 from kvjax.errors import UserError
 from tests import oracle
@@ -221,7 +221,6 @@ SAFE, STAND_INS = (Global, CheapestBlocks), (SpreadOverBits, NearCentroids)
         (Pyramid, {"beta": 0}),
         (ByLayer, {"layers": "all"}),
         (ByLayer, {"heads": Ada}),
-        *((WeightedLayers, {"weights": x}) for x in ([1.0], (1.0, math.nan), (0.0, 0.0), ())),
         *((kind, {"share": x}) for kind in STAND_INS for x in (0, 1, math.nan)),
         *((SpreadOverBits, {"compared": value}) for value in (0, 4097, 1.5)),
         *((SpreadOverBits, {name: "none"}) for name in ("anchor", "mode", "pick")),

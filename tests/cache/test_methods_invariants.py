@@ -18,7 +18,7 @@ from kvjax.cache.methods.kvcrush import SpreadOverBits
 from kvjax.cache.methods.pyramidkv import Pyramid
 from kvjax.cache.methods.snapkv import SnapKV
 from kvjax.cache.policy import ByLayer, Global
-from kvjax.cache.policy.allocate import CheapestBlocks, WeightedLayers, apportion
+from kvjax.cache.policy.allocate import CheapestBlocks, apportion
 from kvjax.cache.policy.method import PLAIN
 from kvjax.errors import UserError
 from tests.conftest import REPOSITORY
@@ -30,7 +30,6 @@ SHAPES = {
     "pyramid": ByLayer(Pyramid(beta=4)),
     "ada": ByLayer(heads=Ada(floor=0.2)),
     "cheapest": ByLayer(heads=CheapestBlocks()),
-    "weights": ByLayer(WeightedLayers((3.0, 1.0, 2.0))),
 }
 
 

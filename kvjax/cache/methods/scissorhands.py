@@ -3,8 +3,7 @@
 Over the last 400 queries it counts how often a KV misses, that is, gets less than an even share of
 the attention of a query that sees it; the KVs that miss most often go, the newest 10 stay. Each
 head keeps as much, and counts of the query heads are averaged. The original gives later layers more
-cache by weights that its paper does not list (`WeightedLayers`). Known from a third party's code
-(cold-compress) only.
+cache by weights that its paper does not list. Known from a third party's code (cold-compress) only.
 
 Decode steps go on counting. What is counted is kept in nine parts of 50 steps, of which the oldest
 goes as a whole, so while decoding the last 400 to 450 steps count; and a step counts for a group by

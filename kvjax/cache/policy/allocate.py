@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.policy.block_cost import cheapest_blocks, smallest
-from kvjax.cache.policy.checks import check_a, check_numbers, wanted
+from kvjax.cache.policy.checks import check_a, check_numbers
 from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.store import HeadShard, summed
-from kvjax.checks import check_number
 
 MANY_KVS = 64
 """Tokens of a cap above which `Method.protected_more` counts."""
@@ -198,28 +197,6 @@ class EvenLayers:
     def tokens(self, budget: Budget, artefacts: Artefacts) -> Float[Array, " L"]:
         """Tokens that each head of each layer should keep on average, the protected included."""
         return jnp.full(budget.num_layers, budget.cap, jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightedLayers(EvenLayers):
-    """Layers keep in proportion to given weights."""
-
-    weights: tuple[float, ...] = ()
-    """Relative cache size of each layer."""
-
-    def __post_init__(self):
-        check_a("weights", self.weights, tuple)
-        for weight in self.weights:
-            check_number("weights", weight, 0)
-        if not sum(self.weights) > 0:
-            raise wanted("weights", self.weights, "a number for each layer, not all of them 0")
-
-    def tokens(self, budget: Budget, artefacts: Artefacts) -> Float[Array, " L"]:
-        weights = jnp.asarray(self.weights, jnp.float32)
-        if weights.shape != (budget.num_layers,):
-            found = f"{weights.shape[0]} layers, wanted {budget.num_layers}"
-            raise ValueError(f"weights: got {found}")
-        return budget.cap * budget.num_layers * weights / jnp.sum(weights)
 
 
 @dataclasses.dataclass(frozen=True)
