@@ -124,10 +124,15 @@ class AsyncLLM:
                 or this is another event loop.
         """
         mailbox, on_output = self._mailbox()
-        request = self.llm._add(
-            prompt, sampling, compression, request_id, on_output, deadline, False,
+        request = self.llm.enqueue(
+            prompt,
+            sampling,
+            compression,
+            request_id=request_id,
+            on_output=on_output,
+            deadline=deadline,
             report_kept=report_kept,
-        )  # fmt: skip
+        )
         return AsyncOutputs(self, mailbox, [request])
 
     def add_together(
@@ -154,11 +159,15 @@ class AsyncLLM:
         try:
             for prompt, sampling in asked:
                 requests.append(
-                    self.llm._add(
-                        prompt, sampling, compression, None, on_output, deadline, False,
+                    self.llm.enqueue(
+                        prompt,
+                        sampling,
+                        compression,
+                        on_output=on_output,
+                        deadline=deadline,
                         report_kept=report_kept and not requests,
                     )
-                )  # fmt: skip
+                )
         except BaseException:
             self.abandon(requests)
             raise

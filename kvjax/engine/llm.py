@@ -266,24 +266,30 @@ class LLM:
         Raises:
             UserError: the request can never be served; says why, and what would do.
         """
-        return self._add(
-            prompt, sampling, compression, request_id, on_output, deadline, on_output is None,
+        return self.enqueue(
+            prompt,
+            sampling,
+            compression,
+            request_id=request_id,
+            on_output=on_output,
+            deadline=deadline,
             report_kept=report_kept,
-        ).id  # fmt: skip
+        ).id
 
-    def _add(
+    def enqueue(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | None,
-        compression: CompressionConfig | None,
-        request_id: str | None,
-        on_output: Callable[[RequestOutput], None] | None,
-        deadline: float | None,
-        waits: bool,
+        sampling: SamplingParams | None = None,
+        compression: CompressionConfig | None = None,
+        *,
+        request_id: str | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        deadline: float | None = None,
         shared: int | None = None,
         report_kept: bool = False,
     ) -> Request:
-        """The request that was queued; see `add_request`."""
+        """The request that was queued, as `add_request` says; of its prompt, so many tokens as
+        `shared` says are retained for others."""
         try:
             if self.dead is not None:
                 raise UserError(f"the engine is {self.dead}; call reset()")
@@ -300,7 +306,8 @@ class LLM:
             if deadline is not None:
                 check_number("deadline", deadline, 0, above=True)
                 request.deadline = self.engine.clock() + deadline
-            request.on_output, request.waits, request.shared_tokens = on_output, waits, shared
+            request.on_output, request.waits = on_output, on_output is None
+            request.shared_tokens = shared
             request.report_kept = check_flag("report_kept", report_kept)
             if self.engine.agreement is not None:
                 plain_compression(self, request.compression)
@@ -497,14 +504,19 @@ class LLM:
                     self.engine.intake.abandon(request)
 
     def add_all(
-        self, asked: list[Request | RequestOutput], prompts, sampling, compression, on_output
+        self,
+        asked: list[Request | RequestOutput],
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        compression: CompressionConfig | Sequence[CompressionConfig] | None,
+        on_output: Callable[[RequestOutput], None],
     ) -> None:
         """Append each prompt's request to `asked`, or its output where it was refused."""
         prompts = as_batch(prompts)
         if len(prompts) == 0:
             raise UserError("there are no prompts: give at least one")
 
-        def per_prompt(settings, name):
+        def per_prompt(settings: Any, name: str) -> list[Any]:
             if not isinstance(settings, list | tuple):
                 return [settings] * len(prompts)
             if len(settings) != len(prompts):
@@ -519,7 +531,7 @@ class LLM:
         for number, (prompt, one_sampling, one_compression) in enumerate(rows):
             try:
                 asked.append(
-                    self._add(prompt, one_sampling, one_compression, None, on_output, None, False)
+                    self.enqueue(prompt, one_sampling, one_compression, on_output=on_output)
                 )
             except UserError as error:
                 asked.append(refused(f"prompt {number}", str(error)))

@@ -42,8 +42,8 @@ def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) ->
     tokens = request.prompt
     outputs: list[RequestOutput] = []
     with llm.engine.owner("retain"):
-        request = llm._add(
-            tokens, SHORTEST, compression, None, outputs.append, None, False, len(tokens)
+        request = llm.enqueue(
+            tokens, SHORTEST, compression, on_output=outputs.append, shared=len(tokens)
         )
         try:
             while not (outputs and outputs[-1].finished):

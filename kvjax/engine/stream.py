@@ -1,12 +1,15 @@
 """The outputs of some requests as an iterator."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax.cache import CompressionConfig
+from kvjax.engine.prompts import Prompt
 from kvjax.engine.request import Request, RequestOutput, RequestStats
+from kvjax.engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kvjax.engine.llm import LLM
@@ -15,7 +18,13 @@ if TYPE_CHECKING:
 class OutputStream(Iterator[RequestOutput]):
     """The outputs of some requests as they come. Close it, or drop it, to end them."""
 
-    def __init__(self, llm: "LLM", prompts, sampling, compression):
+    def __init__(
+        self,
+        llm: "LLM",
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        compression: CompressionConfig | Sequence[CompressionConfig] | None,
+    ):
         self._llm = llm
         self._requests: list[Request | RequestOutput] = []
         self._queue: deque[RequestOutput] = deque()

@@ -51,7 +51,7 @@ def chained(tiny_params):
     llm = make_llm(tiny_params, **SHARED)
 
     def tokens(compression, prompt, sampling, shared=None):
-        asked = llm._add(prompt, sampling, compression, None, None, None, True, shared=shared)
+        asked = llm.enqueue(prompt, sampling, compression, shared=shared)
         output = drain(llm)[asked.id]
         assert output.stats.cached_tokens == 0
         forget(llm)
