@@ -21,7 +21,7 @@ from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.decisions import Decode
 from kvjax.engine.needs import Need, needs_of, of_shapes, without_state
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import effort
+from kvjax.engine.sampling import effort_of
 from kvjax.engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -187,11 +187,11 @@ class Beside:
         key = worker.decode_key(count, rule, top, exact=True)
         slots = [worker.config.num_rows] * count
         if worker.decodes_once:
-            most = effort([request.sampling for request in decode.requests])
-            once = worker.once_key(count, rule, top, most, exact=True)
+            effort = effort_of([request.sampling for request in decode.requests])
+            once = worker.once_key(count, rule, top, effort, exact=True)
             if once not in self._compiled.seconds:
                 whole = without_state(worker)
-                self._want(once, lambda: whole.once_call(slots, rule, top, most, exact=True))
+                self._want(once, lambda: whole.once_call(slots, rule, top, effort, exact=True))
         if key in self._compiled.seconds:
             return [decode]
         twin = without_state(worker)

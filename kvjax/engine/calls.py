@@ -25,7 +25,7 @@ from kvjax.engine.parallel import Parallel
 from kvjax.engine.probe import Bench
 from kvjax.engine.probing import Probing
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import MAX_LOGPROBS, effort, sampling_row
+from kvjax.engine.sampling import MAX_LOGPROBS, effort_of, sampling_row
 from kvjax.engine.steps import ON_ONE_DEVICE
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype
@@ -247,9 +247,9 @@ class Calls:
     ) -> StepCall:
         new = self._start(request, slot, logits)
         # As of single decode steps, which the host does not wait for either.
-        known = effort([request.sampling]) if self.decodes_once else None
-        args = (num_top, known, self.cache, self.state, new, self.eos_ids, fits)
-        sizes = () if known is None else (known,)
+        effort = effort_of([request.sampling]) if self.decodes_once else None
+        args = (num_top, effort, self.cache, self.state, new, self.eos_ids, fits)
+        sizes = () if effort is None else (effort,)
         return self._call(StepKey("start", sizes=sizes, num_top=num_top), args)
 
     def _start(self, request: Request, slot: int, logits: Any) -> Start:
@@ -263,12 +263,12 @@ class Calls:
         )
 
     def once_key(
-        self, count: int, rule: Hashable, num_top: int | None, most: int, exact: bool = False
+        self, count: int, rule: Hashable, num_top: int | None, effort: int, exact: bool = False
     ) -> StepKey:
         """A single decode step for so many sequences."""
 
         def key(group: int) -> StepKey:
-            return StepKey("decode once", rule, (group, most), num_top)
+            return StepKey("decode once", rule, (group, effort), num_top)
 
         return key(self.compiled.fitting(count, self.decode_sizes, key, exact))
 
@@ -277,13 +277,13 @@ class Calls:
         slots: Sequence[int],
         rule: DecodeRule | None,
         num_top: int | None,
-        most: int,
+        effort: int,
         exact: bool = False,
     ) -> StepCall:
         """A single decode step."""
 
-        key = self.once_key(len(slots), rule, num_top, most, exact)
-        static = (self.model, rule, self.config.decode_steps_per_sync, num_top, most)
+        key = self.once_key(len(slots), rule, num_top, effort, exact)
+        static = (self.model, rule, self.config.decode_steps_per_sync, num_top, effort)
         rows = self._rows(slots, key.sizes[0])
         args = (self.params, self.cache, self.state, rows, self.eos_ids, self.artefacts)
         return self._call(key, (*static, *args))

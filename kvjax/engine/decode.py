@@ -270,7 +270,7 @@ def decode_once(
     Args:
         num_steps: most tokens of the loop that comes next, which the report counts blocks for
             (static).
-        effort: what choosing a token takes of every row, from `sampling.effort` (static).
+        effort: what choosing a token takes of every row, from `sampling.effort_of` (static).
 
     The others are those of `decode`.
     """

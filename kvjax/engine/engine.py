@@ -41,7 +41,7 @@ from kvjax.engine.outbox import Outbox
 from kvjax.engine.phases import Phases
 from kvjax.engine.reports import Reports
 from kvjax.engine.request import FinishReason, Request
-from kvjax.engine.sampling import effort
+from kvjax.engine.sampling import effort_of
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.text import RequestText
 from kvjax.engine.worker import Worker
@@ -377,7 +377,7 @@ class Engine:
                 min(decode.steps, most),
                 cast(DecodeRule | None, decode.rule),
                 num_top(requests),
-                effort([r.sampling for r in requests]),
+                effort_of([r.sampling for r in requests]),
             )
         except Exception as error:
             alone = len(requests) == 1 or self.agreement is not None

@@ -65,7 +65,7 @@ def start(
 
     Args:
         num_top: likeliest tokens to report (static); None reports no probabilities at all.
-        effort: what choosing the token takes (`sampling.effort`), if the host says so (static).
+        effort: what choosing the token takes (`sampling.effort_of`), if the host says so (static).
         cache: the cache, with the prompt in it.
         state: the slots' states (donate them).
         new: the sequence's settings.

@@ -19,7 +19,7 @@ from kvjax.engine.compilation import StepCall, StepKey
 from kvjax.engine.job import PromptJob
 from kvjax.engine.prefixes import Plan, Prefix, Prefixes
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import effort
+from kvjax.engine.sampling import effort_of
 from kvjax.engine.worker import Worker
 
 
@@ -82,8 +82,8 @@ def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
         slots = [outside] * group
         yield _need(worker.decode_call(slots, 1, request.method.decode, top, exact=True))
         for one in drawn if worker.decodes_once else ():
-            most = effort([one.sampling])
-            yield _need(worker.once_call(slots, request.method.decode, top, most, exact=True))
+            effort = effort_of([one.sampling])
+            yield _need(worker.once_call(slots, request.method.decode, top, effort, exact=True))
     if request.budget is None:
         return
     most = request.compression.max_kvs_per_step

@@ -114,7 +114,7 @@ GREEDY, DRAWN, FILTERED = range(3)
 """What choosing a token takes: nothing but the likeliest, a draw, a draw from some of them."""
 
 
-def effort(rows: Iterable[SamplingParams]) -> int:
+def effort_of(rows: Iterable[SamplingParams]) -> int:
     """The most that any of some rows takes."""
     return max(_effort(row.temperature, row.top_k, row.top_p, row.min_p) for row in rows)
 

@@ -14,7 +14,7 @@ from kvjax.engine.checks import checked_request
 from kvjax.engine.interrupts import held
 from kvjax.engine.needs import however_drawn, needs_of, sharing
 from kvjax.engine.request import Request
-from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams, effort
+from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams, effort_of
 from kvjax.engine.worker import Worker
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
         # A loop may run for no steps; a single step is one.
         slots, limit = [outside] * group, int(worker.decodes_once)
         for one in drawn:
-            kind = effort([one.sampling])
-            yield functools.partial(worker.decode, slots, limit, request.method.decode, top, kind)
+            effort = effort_of([one.sampling])
+            yield functools.partial(worker.decode, slots, limit, request.method.decode, top, effort)
     if request.budget is not None:
         method, most = request.method, request.compression.max_kvs_per_step
         for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):

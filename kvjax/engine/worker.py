@@ -160,18 +160,18 @@ class Worker(Calls):
         limit: int,
         rule: DecodeRule | None,
         num_top: int | None,
-        most: int = FILTERED,
+        effort: int = FILTERED,
     ) -> list[DecodeReport]:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding.
-        `most`: what choosing a token takes of them (`effort`). Returns what will be told of them,
+        `effort`: what choosing a token takes of them. Returns what will be told of them,
         of all steps at once or of one after the other."""
         once = limit > 0 and self.decodes_once
         if once and self.compiled.flexible:
-            once = self.once_key(len(slots), rule, num_top, most) in self.compiled.seconds
+            once = self.once_key(len(slots), rule, num_top, effort) in self.compiled.seconds
         reports = []
         for _ in range(limit if once else 1):
             if once:
-                call = self.once_call(slots, rule, num_top, most)
+                call = self.once_call(slots, rule, num_top, effort)
             else:
                 call = self.decode_call(slots, limit, rule, num_top)
             try:

@@ -10,7 +10,7 @@ import pytest
 from kvjax.engine.sampling import (
     SamplingParams,
     _draw,
-    effort,
+    effort_of,
     init_sampling,
     sample,
     sampling_row,
@@ -65,7 +65,7 @@ def test_greedy_takes_the_first_of_the_likeliest():
 )
 def test_what_the_host_knows_of_rows_changes_no_token(rows, most):
     params = [SamplingParams(seed=n, **row) for n, row in enumerate(rows)]
-    assert effort(params) == most
+    assert effort_of(params) == most
     state = jax.tree.map(lambda *x: jnp.concatenate(x), *map(sampling_row, params))
     scores = jax.random.normal(jax.random.key(0), (len(rows), 40)) * 3
     for position in range(20):
