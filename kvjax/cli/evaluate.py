@@ -32,6 +32,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,10 @@ USUAL = {
 
 
 if TYPE_CHECKING:
+    from kvjax.cache.calibration import Calibration
+    from kvjax.eval.evaluator import Evaluator
     from kvjax.eval.papers import PaperTable
+    from kvjax.eval.rows import Row, Skipped, TokenRow
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -241,38 +245,40 @@ def _methods(options: argparse.Namespace) -> list[str]:
     return [name for name in names if name not in alone]
 
 
-def evaluate(
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A model and what is to be computed of it."""
+
+    evaluator: "Evaluator"
+    dtype: str
+    calibration: "Calibration | None"
+    variants: list[Any]
+    rows: "list[tuple[Row, TokenRow]]"
+    skipped: "Skipped"
+
+
+def prepared(
     options: argparse.Namespace,
     config: Any,
     variants: list[Any],
-    protocols: list[str],
-    table: Path,
     progress: Progress,
-    paper: "PaperTable | None" = None,
-    auto: bool = False,
-) -> int:
-    """Load the model, make the rows, run, write the table. `auto`: by what method the model is
-    compressed is for its calibration to say, if it has one."""
-
+    paper: "PaperTable | None",
+    auto: bool,
+) -> Ready:
+    """Load the model and make the rows; sizes that nobody asked for follow from these."""
     from kvjax.cache import get_method
     from kvjax.cache.budget import usual_block
     from kvjax.cache.config import CALIBRATED
     from kvjax.engine.calibrate.shelf import AUTO, find
-    from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.engine.draft import Draft
     from kvjax.engine.key_similarity import measured
-    from kvjax.eval import papers
     from kvjax.eval.evaluator import Evaluator
-    from kvjax.eval.results import OF_WEIGHTS, ResultsFile, held_settings
+    from kvjax.eval.results import held_settings
     from kvjax.eval.rows import Skipped
-    from kvjax.eval.run import run as run_all
-    from kvjax.eval.run import settings_of, tokenised
+    from kvjax.eval.run import tokenised
     from kvjax.eval.scorers import check_library
     from kvjax.eval.sizes import least_kept, slots_for
-    from kvjax.eval.table import EVERY, report
 
-    start = time.perf_counter()
-    enable_compilation_cache()
     model, dtype = load_chosen_model(options, progress)
     if auto:
         usual = usual_method(options, model, progress)
@@ -313,67 +319,119 @@ def evaluate(
         config = dataclasses.replace(config, block_size=held if type(held) is int else b)
     if config != evaluator.config or draft is not None:
         evaluator = Evaluator(model, config, artefacts, draft)
-    progress.clear()
-    for reason in skipped.reasons:
-        print(f"skipped {reason}", file=sys.stderr)
-    shortened = sum(tokens.removed > 0 for _, tokens in rows)
+    return Ready(evaluator, dtype, calibration, variants, rows, skipped)
+
+
+def settings_read(
+    options: argparse.Namespace, ready: Ready, paper: "PaperTable | None"
+) -> tuple[dict[str, Any], Callable[[str], dict[str, Any]]]:
+    """What all rows of a file follow from, and what those of one variant do, by its label."""
+    from kvjax.eval.results import OF_WEIGHTS
+    from kvjax.eval.run import settings_of
+
+    model, config = ready.evaluator.model, ready.evaluator.config
     settings = {
         "model": model.config.name,
         "weights": Path(model.source).name,
         OF_WEIGHTS: model.fingerprint,
-        "dtype": dtype,
+        "dtype": ready.dtype,
         "weight_dtype": model.config.weight_dtype,
         "block_size": config.block_size,
         "floor": config.floor,
         "answers": config.answers,
         "free_tokens": config.free_tokens,
         "max_new_tokens": config.max_new_tokens,
-        "context_length": evaluator.limit,
+        "context_length": ready.evaluator.limit,
     }
-    of = functools.partial(settings_of, calibration=calibration, draft=options.draft)
+    if paper is not None:
+        settings["paper"] = paper.name
+    of = functools.partial(settings_of, calibration=ready.calibration, draft=options.draft)
     # What no method of this run reads says nothing of rows that are there.
-    read = {name for variant in variants for name in of(variant.label)}
+    read = {name for variant in ready.variants for name in of(variant.label)}
 
     def own(label: str) -> dict[str, Any]:
         return {name: value for name, value in of(label).items() if name in read}
 
-    limit = f"{evaluator.limit} tokens"
+    return settings, own
+
+
+def write_page(
+    table: Path,
+    results: list[dict[str, Any]],
+    settings: dict[str, Any],
+    ready: Ready,
+    paper: "PaperTable | None",
+) -> None:
+    """The Markdown page of all results, and its first table on stdout."""
+    from kvjax.eval import papers
+    from kvjax.eval.table import EVERY, report
+
+    limit = f"{ready.evaluator.limit} tokens"
     if paper is not None:
-        settings["paper"], limit = paper.name, f"the paper's, or than {limit} with their answer"
+        limit = f"the paper's, or than {limit} with their answer"
+    kinds = ", ".join(filter(None, (settings["weight_dtype"], ready.dtype)))
+    shortened = sum(tokens.removed > 0 for _, tokens in ready.rows)
+    notes = [
+        f"{settings['model']} ({settings['weights']}, {kinds}), blocks of {settings['block_size']}",
+        f"{len(ready.rows)} prompts, {len(results)} results",
+        f"rows skipped: {len(ready.skipped.reasons)}",
+        f"prompts longer than {limit}, middle cut out: {shortened}",
+    ]
+    if paper is None:
+        page, end = report(results, "Cache compression compared", notes), EVERY
+    else:
+        page, end = papers.page(paper, results, notes), papers.EVERY
+    try:
+        table.write_text(page, encoding="utf-8")
+    finally:
+        # Told even where it cannot be written any more.
+        print(page.split(end)[0].rstrip())
+
+
+def evaluate(
+    options: argparse.Namespace,
+    config: Any,
+    variants: list[Any],
+    protocols: list[str],
+    table: Path,
+    progress: Progress,
+    paper: "PaperTable | None" = None,
+    auto: bool = False,
+) -> int:
+    """Load the model, make the rows, run, write the table. `auto`: by what method the model is
+    compressed is for its calibration to say, if it has one."""
+    from kvjax.engine.compilation import enable_compilation_cache
+    from kvjax.eval.results import ResultsFile
+    from kvjax.eval.run import run as run_all
+
+    start = time.perf_counter()
+    enable_compilation_cache()
+    ready = prepared(options, config, variants, progress, paper, auto)
+    progress.clear()
+    skipped = ready.skipped.reasons
+    for reason in skipped:
+        print(f"skipped {reason}", file=sys.stderr)
+    settings, own = settings_read(options, ready, paper)
     status = 0
     with ResultsFile(options.out, settings, own) as file:
         held = len(file.results)
         try:
             left = TimeLeft(progress)
             with unmasked():
-                run_all(evaluator, rows, protocols, variants, file, left, options.details)
+                run_all(
+                    ready.evaluator, ready.rows, protocols, ready.variants, file, left,
+                    options.details,
+                )  # fmt: skip
         except KeyboardInterrupt:
             status = 130
         progress.clear()
-        kinds = (
-            dtype if settings["weight_dtype"] is None else f"{settings['weight_dtype']}, {dtype}"
-        )
-        notes = [
-            f"{model.config.name} ({settings['weights']}, {kinds}), blocks of {config.block_size}",
-            f"{len(rows)} prompts, {len(file.results)} results",
-            f"rows skipped: {len(skipped.reasons)}",
-            f"prompts longer than {limit}, middle cut out: {shortened}",
-        ]
         if file.results:
-            if paper is None:
-                page, end = report(file.results, "Cache compression compared", notes), EVERY
-            else:
-                page, end = papers.page(paper, file.results, notes), papers.EVERY
-            try:
-                table.write_text(page, encoding="utf-8")
-            finally:
-                # Told even where it cannot be written any more.
-                print(page.split(end)[0].rstrip())
+            write_page(table, file.results, settings, ready, paper)
     seconds = time.perf_counter() - start
     print(
         f"\n{len(file.results) - held} results in {spell(seconds)} "
-        f"({spell(evaluator.compile_seconds)} compiling), {held} from before; "
-        f"{len(skipped.reasons)} rows skipped; {options.out}, {table}",
+        f"({spell(ready.evaluator.compile_seconds)} compiling), {held} from before; "
+        f"{len(skipped)} rows skipped; {options.out}, {table}",
         file=sys.stderr,
     )
     if status:
