@@ -15,6 +15,7 @@ import pytest
 from benchmarks.card import __main__ as card
 from benchmarks.card import peaks, process, report
 from benchmarks.card.parts import AT_ONCE, Group, Machine, Part
+from benchmarks.card.results import Results, gather, results_of, results_of_shares
 from kvjax.cli import main_of
 from tests.conftest import REPOSITORY
 
@@ -52,31 +53,31 @@ def test_a_call_goes_on_where_it_was(tmp_path) -> None:
     """Measured parts stay, what was measured with other source does not, failed ones come last."""
     parts = tuple(map(part, ("done", "failed", "old", "new")))
     file = tmp_path / "x.json"
-    results = process.Results(file)
+    results = Results(file)
     results.note(parts[0], "now", {"us": 1})
     results.note(parts[1], "now", {"error": "no"})
     results.note(parts[2], "before", {"us": 1})
 
     def left() -> list[str]:
-        return [p.name for p in process.Results(file).pending(parts, "now")]
+        return [p.name for p in Results(file).pending(parts, "now")]
 
     assert left() == ["old", "new", "failed"]
     for _ in range(process.ATTEMPTS - 1):
         assert "failed" in left()
-        process.Results(file).note(parts[1], "now", {"error": "no"})
+        Results(file).note(parts[1], "now", {"error": "no"})
     assert left() == ["old", "new"]
     # What another attempt would say, too.
-    process.Results(file).note(parts[3], "now", {"error": "XlaRuntimeError: RESOURCE_EXHAUSTED: 9"})
+    Results(file).note(parts[3], "now", {"error": "XlaRuntimeError: RESOURCE_EXHAUSTED: 9"})
     assert left() == ["old"]
     # Elsewhere, with the files of before.
-    earlier = process.Results(tmp_path / "y.json", file)
+    earlier = Results(tmp_path / "y.json", file)
     assert [p.name for p in earlier.pending(parts, "now")] == ["old"]
     assert file.exists()
     assert not (tmp_path / "y.json").exists()
 
 
 def test_what_is_not_ours_is_tried_once(tmp_path) -> None:
-    rival, results = part("rival", optional=True), process.Results(tmp_path / "x.json")
+    rival, results = part("rival", optional=True), Results(tmp_path / "x.json")
     results.note(rival, "now", {"error": "not installed"})
     assert results.pending((rival,), "now") == []
 
@@ -86,7 +87,7 @@ def test_what_failed_is_tried_again_after_all_else(options, monkeypatch) -> None
     tried = []
 
     def run_children(call, group, attempts, options, deadline, cache) -> list[int]:
-        results = process.results_of(call, options)
+        results = results_of(call, options)
         one = results.pending(group.parts, process.source(call), attempts)[0]
         tried.append(one.name)
         found = {} if one.name == "y" or tried.count(one.name) > 1 else {"error": "no"}
@@ -126,7 +127,7 @@ def test_a_part_that_ends_its_process_is_noted(
     pending, deadline = list(group.parts), time.monotonic() + 600
     process.run_children("A", group, 1, options, deadline, tmp_path)
     process.note_failure("A", pending, options, 0, "now", deadline)
-    results = process.results_of("A", options)
+    results = results_of("A", options)
     assert results.parts["bad"]["error"] == said
     assert not process.running_file(options, 0).exists()
 
@@ -135,7 +136,7 @@ def test_processes_that_share_parts_lose_nothing_with_one_of_them(
     options, tmp_path, monkeypatch
 ) -> None:
     """One measures, another one dies in the middle of its own."""
-    share = process.Results(tmp_path / "rehearsal-kernels.0.json")
+    share = Results(tmp_path / "rehearsal-kernels.0.json")
     share.note(part("x"), "now", {"us": 1})
     share.content["machine"] = {"device": "a card"}
     share.write()
@@ -145,18 +146,18 @@ def test_processes_that_share_parts_lose_nothing_with_one_of_them(
     python.write_text(f"#!/bin/bash\nOUT={tmp_path}\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    earlier = process.results_of("A", options)
+    earlier = results_of("A", options)
     earlier.note(part("z"), "now", {"us": 3})
     group = Group("kernels", (part("x"), part("y")), call="A", processes=2)
     monkeypatch.setattr(process, "groups_of", lambda call, small: (group,))
     monkeypatch.setattr(process, "source", lambda call: "now")
     assert process.run_call("A", options, time.monotonic() + 600) == 1
-    results = process.results_of("A", options)
+    results = results_of("A", options)
     assert results.content["machine"] == {"device": "a card"}
     assert [results.parts[name]["us"] for name in "xz"] == [1, 3]
     assert "the process ended" in results.parts["y"]["error"]
     assert results.parts["y"]["attempts"] == process.ATTEMPTS
-    assert not process.results_of_shares("A", options)
+    assert not results_of_shares("A", options)
 
 
 def test_a_process_that_no_signal_ends_is_waited_for_no_longer(
@@ -177,16 +178,16 @@ def test_each_process_has_parts_of_its_own(options, monkeypatch) -> None:
     group = Group("kernels", parts, call="A", processes=2, on_device=False)
     monkeypatch.setattr(process, "groups_of", lambda call, small: (group,))
     options.child, options.calls = "kernels", ["A"]
-    process.results_of("A", options).note(parts[0], process.source("A"), {"error": "no"})
+    results_of("A", options).note(parts[0], process.source("A"), {"error": "no"})
     for share in (0, 1):
         options.share = share
         assert process.child(options) == 0
-    files = process.results_of_shares("A", options)
-    measured = [list(process.Results(file).parts) for file in files]
+    files = results_of_shares("A", options)
+    measured = [list(Results(file).parts) for file in files]
     # What failed before comes last, and all know of it.
     assert measured == [["b", "d", "a"], ["a", "c", "e"]]
-    process.gather("A", options)
-    found = process.results_of("A", options).parts
+    gather("A", options)
+    found = results_of("A", options).parts
     assert sorted(found) == sorted("abcde")
     assert not [name for name, row in found.items() if "error" in row]
 
@@ -219,7 +220,7 @@ def test_a_group_says_how_its_process_takes_memory(
 def test_a_part_that_the_time_ran_out_for_is_not_a_failure(options, tmp_path) -> None:
     process.write_running(process.running_file(options, 0), "late", 30)
     process.note_failure("A", [part("late")], options, 0, "now", time.monotonic() - 1)
-    assert process.results_of("A", options).parts == {}
+    assert results_of("A", options).parts == {}
 
 
 def test_a_killed_process_that_stays_is_left_behind() -> None:
@@ -366,14 +367,14 @@ def test_the_cheapest_part_runs(call: str, options, capsys) -> None:
     where call A has it whoever asks."""
     options.only, options.child, options.calls = "right: move", "kernels", [call]
     assert process.child(options) == 0
-    process.gather("A", options)
+    gather("A", options)
     content = json.loads((options.out / "rehearsal-kernels.json").read_text())
     row = content["parts"]["right: move"]
     assert row["good"]
     assert row["errors"] == {"k": 0.0, "v": 0.0}
     assert row["source"] == process.source("A")
     assert content["machine"]["versions"]["jax"]
-    assert process.results_of("A", options).pending((part("right: move"),), row["source"]) == []
+    assert results_of("A", options).pending((part("right: move"),), row["source"]) == []
     assert "right: move: errors" in capsys.readouterr().out
 
 
@@ -496,7 +497,7 @@ def test_all_three_calls_at_tiny_sizes(tmp_path) -> None:
 )
 def test_results_of_cards_are_kept_apart(card: str | None, prefix: str, options) -> None:
     options.card = process.prefix_of(card)
-    assert process.results_of("B", options).file == options.out / f"{prefix}-decode.json"
+    assert results_of("B", options).file == options.out / f"{prefix}-decode.json"
 
 
 def test_what_is_not_measured_changes_nothing(tmp_path, monkeypatch) -> None:
