@@ -26,7 +26,7 @@ from kvjax.engine.decisions import (
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.scheduler import Scheduler
-from tests.engine.test_scheduler import Prompt
+from tests.engine.scheduled import Prompt
 
 STEPS, BLOCK, LAYERS, PLACES = 4, 4, 3, 4
 HEADS = np.array([12, 10, 11])
