@@ -1,4 +1,4 @@
-"""Calibration: the teacher against NumPy, the fit against least squares, files and failures."""
+"""Calibration: the teacher against NumPy, files and failures."""
 
 import dataclasses
 import json
@@ -21,24 +21,16 @@ from kvjax.cache.methods.predicted_reads import (
     EXTRA,
     LEAST,
     WEIGHT,
-    predicted,
 )
 from kvjax.cache.methods.triattention import QUERY_CENTRE, QUERY_SIZE
 from kvjax.engine.calibrate import CalibrationSettings, calibrate, loads, run, shelf
 from kvjax.engine.calibrate.fit import (
     FIRST,
-    Sums,
-    explained,
-    extras_of,
-    rank_correlation,
-    solve,
-    target,
 )
 from kvjax.engine.calibrate.generated import KINDS, generated_text, planted
 from kvjax.engine.calibrate.state import forget
 from kvjax.engine.calibrate.teacher import Lesson, lesson
 from kvjax.engine.calibrate.texts import GENERATED, default_texts
-from kvjax.engine.dense import dense_pass
 from kvjax.engine.probe import probe_artefacts, request_tokens
 from kvjax.errors import UserError
 from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
@@ -105,72 +97,6 @@ def test_what_asks_for_a_repetition_opens_a_turn(model):
     assert all(part[: len(request)].tolist() == request for part in parts)
 
 
-def drawn(rng, tokens: int = 60, layers: int = 2, heads: int = 2, size: int = 5):
-    hidden = rng.standard_normal((layers, tokens, size)).astype(np.float32)
-    k, v = rng.uniform(0.5, 2, (2, layers, heads, tokens)).astype(np.float32)
-    return hidden, k, v, np.exp(rng.standard_normal((layers, heads, tokens)) * 3).astype(np.float32)
-
-
-def test_the_fit_is_that_of_least_squares():
-    rng = np.random.default_rng(4)
-    texts = [drawn(rng) for _ in range(3)]
-    sums = Sums.zeros(2, 2, 5)
-    for text in texts:
-        sums.add(*text)
-    assert sums.count == 3 * (60 - FIRST)
-    weight, extra = solve(sums, 0.0)
-    good = explained(sums, weight, extra)
-    for layer, head in np.ndindex(2, 2):
-        columns = [
-            np.concatenate(
-                [h[layer, FIRST:], extras_of(k, v)[layer, head, FIRST:]], axis=1, dtype=np.float64
-            )
-            for h, k, v, _ in texts
-        ]
-        x = np.concatenate(columns)
-        y = np.concatenate([target(score)[layer, head, FIRST:] for *_, score in texts])
-        expected, *_ = np.linalg.lstsq(x, y, rcond=None)
-        mine = np.concatenate([weight[layer, :, head], extra[layer, head]])
-        np.testing.assert_allclose(mine, expected, rtol=1e-3, atol=1e-4)
-        left = np.sum((y - x @ mine) ** 2) / np.sum((y - y.mean()) ** 2)
-        np.testing.assert_allclose(good[layer, head], 1 - left, atol=1e-4)
-
-
-def test_a_ridge_draws_weights_to_nought_but_not_the_constant():
-    rng = np.random.default_rng(5)
-    sums = Sums.zeros(2, 2, 5)
-    hidden, k, v, score = drawn(rng)
-    sums.add(hidden, k, v, score * np.float32(np.exp(7)))
-    weight, extra = solve(sums, 1e4)
-    assert np.abs(weight).max() < 1e-2
-    mean = target(score * np.float32(np.exp(7)))[..., FIRST:].mean(axis=-1)
-    np.testing.assert_allclose(extra[..., 3], mean, rtol=0.05)
-
-
-def test_rank_correlation_is_spearmans():
-    rng = np.random.default_rng(6)
-    true = rng.standard_normal((1, 2, 40))
-    assert rank_correlation(np.exp(true), true) == pytest.approx(1)
-    assert rank_correlation(-true, true) == pytest.approx(-1)
-    other = rng.standard_normal((1, 2, 40))
-    ranks = [[sorted(row).index(x) for x in row] for row in (other[0, 1], true[0, 1])]
-    expected = np.corrcoef(ranks).ravel().tolist()[1]
-    assert rank_correlation(other, true).item(1) == pytest.approx(expected)
-
-
-def test_a_claim_counts_as_the_prediction_that_is_as_rare():
-    predictions = np.arange(100.0)
-    share = np.zeros(CLAIM_LEVELS)
-    share[1], share[2:] = 0.1, 0.6
-    share[3:] = 1.0
-    table = run.claim_table(share, predictions, 0.5)
-    # None is as large as the first level: above all; a tenth: the tenth from the top.
-    assert table[:3].tolist() == [99.0, 89.0, 39.0]
-    assert (table[3:] == LEAST).all()
-    # With a fifth of the budget, a tenth of the claims stands where two fifths of the rest do.
-    assert run.claim_table(share, predictions, 0.2)[1] == 59.0
-
-
 def test_a_calibration_says_what_it_is_and_how_good(fit, model):
     arrays = fit.calibration.arrays
     config = model.config
@@ -216,40 +142,6 @@ def test_heads_are_ranked_by_the_mean_of_their_scores(model):
         sums, count = sums + score[..., FIRST:length].sum(axis=-1), count + length - FIRST
     np.testing.assert_allclose(learned.scores, sums, rtol=1e-5)
     assert learned.fitted.count + learned.held_out.count == count
-
-
-def test_heads_have_the_load_of_what_stays_of_them():
-    """The highest quarter, eighth, … of a text's predictions, wherever they are."""
-    predictions = np.random.default_rng(9).standard_normal((2, 3, 32)) * [[[1], [2], [3]]]
-    ranked = sorted(np.ndindex(2, 3, 32), key=lambda at: -predictions[at])
-    found = loads.kept_of(predictions)
-    for at, stay in enumerate((48, 24, 12, 6)):
-        expected = np.zeros((2, 3))
-        for layer, head, _ in ranked[:stay]:
-            expected[layer, head] += 1
-        np.testing.assert_array_equal(found[..., at], expected)
-    assert found.shape == (2, 3, 4)
-
-
-def test_the_load_of_heads_is_that_of_all_texts(model, fit):
-    """Each is ranked by itself, what pads it left out; by the predictions of the method."""
-    arrays = {name: jnp.asarray(fit.calibration.arrays[name]) for name in (WEIGHT, EXTRA)}
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(0, 256, size).astype(np.int32) for size in (70, 130)]
-    stay: np.ndarray | int = 0
-    for ids in prompts:
-        dense = dense_pass(model.config, model.params, jnp.asarray(ids), jnp.zeros(0, jnp.int32))
-        parts = [
-            predicted(
-                {name: array[layer] for name, array in arrays.items()},
-                dense.hidden[layer], dense.k[layer], dense.v[layer], jnp.arange(len(ids)),
-            ).T
-            for layer in range(model.config.num_layers)
-        ]  # fmt: skip
-        stay = stay + loads.kept_of(np.stack(parts))
-    found = loads.head_load(model, fit.calibration.arrays, prompts)
-    np.testing.assert_allclose(found, stay / np.mean(stay, axis=(0, 1)), rtol=0.02)
-    assert found.std(axis=(0, 1)).min() > 0
 
 
 def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
