@@ -9,37 +9,26 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import CacheSpec, Codec, CompressionConfig, Method, as_codec
-from kvjax.cache.calibration import HEAD_LOAD, Calibration
-from kvjax.cache.config import AUTO, UNCALIBRATED, as_method, usual_method
+from kvjax.cache import Codec, CompressionConfig, Method
+from kvjax.cache.calibration import Calibration
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
 from kvjax.engine import processes, retaining, warming
 from kvjax.engine.agreement import Agreement, plain_compression, settings_of
-from kvjax.engine.calibrate.shelf import find as find_calibration
-from kvjax.engine.calibrate.shelf import load as load_calibration
+from kvjax.engine.building import build
 from kvjax.engine.checks import checked_request
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.draft import Draft
 from kvjax.engine.engine import Engine
 from kvjax.engine.interrupts import held
-from kvjax.engine.key_similarity import measured
-from kvjax.engine.memory import MemoryPlan, plan_memory
-from kvjax.engine.parallel import Parallel, check_there
-from kvjax.engine.probe import Bench, behind
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
 from kvjax.engine.request import Request, RequestOutput
 from kvjax.engine.sampling import SamplingParams
-from kvjax.engine.split import split_of
 from kvjax.engine.stream import OutputStream, refused
-from kvjax.engine.tell import tell_of_codes, tell_rate
-from kvjax.engine.worker import Worker
+from kvjax.engine.tell import tell_rate
 from kvjax.errors import UserError
-from kvjax.models import LoadedModel, load_model
-from kvjax.models.decoder import activation_dtype
+from kvjax.models import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -85,80 +74,15 @@ class LLM:
                 codec stores that dtype; the calibration is no such file, or of another model; the
                 draft has another tokenizer.
         """
-        for what, given, kind in (
-            ("model", model, (LoadedModel, str)),
-            ("compression", compression, (CompressionConfig, type(None))),
-            ("config", config, (EngineConfig, type(None))),
-        ):
-            if not isinstance(given, kind):
-                name = kind[0].__name__
-                raise UserError(f"{what} {shown(given)}: give a {name} ({what}=…)")
-        self.compression = compression or CompressionConfig()
-        self.config = config or EngineConfig()
-        together = processes.current()
-        if together is not None:
-            check_there(self.config.tensor_parallel)
-        if isinstance(model, str):
-            devices, replicas = self.config.tensor_parallel, self.config.kv_replicas
-            model = load_model(model, split=split_of(devices, calibration, replicas))
-        self.model = model
-        self.max_len = self.config.max_len or self.model.config.max_position_embeddings
-        named = [as_method(m) for m in (self.compression.method, *self.config.methods)]
-        if calibration != AUTO or any(method.calibrated for method in named):
-            found = load_calibration(calibration, self.model)
-        else:
-            found = find_calibration(self.model) if self.compression.method == AUTO else None
-        self.compression = self.compression.chosen(usual_method(found.arrays if found else ()))
-        own = self.compression.resolved
-        self.usual = self.compression.method if own.compresses else UNCALIBRATED
-        methods = [own, *named[1:]]
-        planes = dict.fromkeys(plane for method in methods for plane in method.planes)
-        codec = as_codec(cache_dtype, activation_dtype(self.model.params))
-        spec = CacheSpec.of(self.model.config, codec, planes=tuple(planes))
-        self.config = self.config.blocks_for(self.compression, spec.token_bytes)
-        bench = Bench(self.model, self.config.prefill_chunk)
-        self.draft = None if draft is None else Draft(draft, self.model.tokenizer)
-        load = None if found is None else found.arrays.get(HEAD_LOAD)
-        split, params = self.model.split, self.model.params
-        dealing = None if split is None else split.dealing
-        parallel = Parallel.of(
-            self.model.config, self.config.tensor_parallel, methods, load, dealing,
-            self.config.kv_replicas,
-        )  # fmt: skip
-        if parallel is not None and split is None:
-            params = parallel.split(params)
-        self.plan: MemoryPlan = plan_memory(
-            self.model if parallel is None else dataclasses.replace(self.model, params=params),
-            self.config,
-            self.max_len,
-            cache_dtype,
-            tuple(planes),
-            behind(bench, methods),
-            None if parallel is None else parallel.dealing,
-            *(() if together is None else (together.least,)),
-            *(() if self.draft is None else (self.draft.beside,)),
-        )
-        artefacts = {} if found is None else {n: jnp.asarray(x) for n, x in found.arrays.items()}
-        self.worker = Worker(
-            self.model.config,
-            params,
-            self.config,
-            spec=self.plan.spec,
-            num_blocks=self.plan.num_blocks,
-            max_len=self.max_len,
-            eos_ids=sorted(self.model.tokenizer.eos_ids),
-            artefacts=artefacts | measured(self.model, methods, artefacts),
-            parallel=parallel,
-            bench=bench,
-            draft=self.draft,
-        )
-        self.compression = self.compression.in_tokens(self.plan.spec)
-        tell_of_codes(self.worker.cache, self.model.config.group_size)
+        built = build(model, compression, config, cache_dtype, calibration, draft)
+        self.model, self.draft, self.worker = built.model, built.draft, built.worker
+        self.compression, self.usual = built.compression, built.usual
+        self.config, self.max_len, self.plan = built.config, built.max_len, built.plan
         self.engine = Engine(self.config, self.worker, self.model.tokenizer, clock)
         self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
-        if together is not None:
-            together.compare(settings_of(self, found))
+        if (together := processes.current()) is not None:
+            together.compare(settings_of(self, built.calibration))
             self.engine.agreement = Agreement(self, together)
             self.worker.compiled.meet = together.meet
         self._order = itertools.count()
