@@ -1,6 +1,7 @@
-"""The device that a call will run on, known while it is traced."""
+"""The device that a call will run on, known while it is traced; what kernels for devices share."""
 
 import dataclasses
+import math
 
 import jax
 import jax.core
@@ -8,6 +9,10 @@ import jax.core
 HOPPER_CORES = 132
 """Multiprocessors of an H100 or H200, should the driver not say."""
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+HEAD_DIMS = (64, 80, 96, 128)
+"""Head dimensions that kernels for devices serve."""
+LOG2E = math.log2(math.e)
+"""Of logits in powers of two, which devices are quicker at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +45,12 @@ def of(array: object = None) -> Device:
     hopper = getattr(device, "compute_capability", None) == "9.0"
     cores = getattr(device, "core_count", None) or (HOPPER_CORES if hopper else 1)
     return Device(device.platform, device.device_kind, hopper, cores)
+
+
+def check_hopper(where: Device) -> None:
+    """
+    Raises:
+        NotImplementedError: kernels for Hopper do not run on the device.
+    """
+    if not where.hopper:
+        raise NotImplementedError(f"device {where.kind} (wanted: compute capability 9.0)")

@@ -6,7 +6,7 @@ from jaxtyping import Array, Int32, Num
 
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device
+from kvjax.kernels.device import Device, check_hopper
 from kvjax.kernels.move_kvs import reference
 
 
@@ -60,8 +60,7 @@ def choice(k, v, source, target, count, *, implementation: str | None = None, **
             raise wanted(f"{name} dtype", array.dtype, "int32")
 
     def mosaic_gpu(where: Device) -> None:
-        if not where.hopper:
-            raise NotImplementedError(f"device {where.kind} (wanted: compute capability 9.0)")
+        check_hopper(where)
         row_bytes = k.shape[2] * k.dtype.itemsize
         if row_bytes % 16 or k.shape[2] > 256:
             raise NotImplementedError(f"rows of {row_bytes} bytes, served are multiples of 16")

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device
+from kvjax.kernels.device import Device, check_hopper
 from kvjax.kernels.encoded import Encoded, Half, form_of, half_of
 from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.exact import ExactKVs
@@ -199,8 +199,7 @@ def _choose(
     scale = 1 / math.sqrt(shape.head_dim) if scale is None else scale
 
     def mosaic_gpu(where: Device):
-        if not where.hopper:
-            raise NotImplementedError(f"device {where.kind} (wanted: compute capability 9.0)")
+        check_hopper(where)
         from kvjax.kernels.paged_attention import mosaic_gpu
 
         options = {"keep_logits": return_metric, "exact": exact, "cores": where.cores}

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
+from kvjax.kernels.device import LOG2E
 from kvjax.kernels.encoded import Encoded, form_of, turned
 from kvjax.kernels.paged_attention import mosaic_gpu_finish as finishing
 from kvjax.kernels.paged_attention import worklist
 from kvjax.kernels.paged_attention.exact import ExactKVs, Piece, piece_of
 from kvjax.kernels.paged_attention.mosaic_gpu_attend import LOWEST, attend
 from kvjax.kernels.paged_attention.mosaic_gpu_codes import FORMS, Form
-from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, SUM_ROWS, TILE, Config
+from kvjax.kernels.paged_attention.mosaic_gpu_config import SUM_ROWS, TILE, Config
 from kvjax.kernels.paged_attention.spec import Shape, served_shape
 from kvjax.kernels.paged_attention.worklist import WorkList
 from kvjax.kernels.rounding import rounded

@@ -22,9 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.device import LOG2E
 from kvjax.kernels.paged_attention import mosaic_gpu_codes as codes
 from kvjax.kernels.paged_attention.exact import WORD
-from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, TILE, WARPS, Config
+from kvjax.kernels.paged_attention.mosaic_gpu_config import TILE, WARPS, Config
 from kvjax.kernels.paged_attention.worklist import Head, Span
 
 MIDDLE, BEGINS, WHOLE, ENDS = range(4)

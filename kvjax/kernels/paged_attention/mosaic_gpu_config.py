@@ -8,7 +8,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.paged_attention import mosaic_gpu_codes as codes
 
-LOG2E = math.log2(math.e)
 WARPS = 4
 TILE = 64
 """KVs per tile: the rows of one tensor core instruction, and the largest block size."""

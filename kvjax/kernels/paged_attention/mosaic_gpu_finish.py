@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels.device import LOG2E
 from kvjax.kernels.paged_attention.mosaic_gpu_attend import (
     PER_QUERY_HEAD,
     WGMMA,
@@ -23,7 +24,7 @@ from kvjax.kernels.paged_attention.mosaic_gpu_attend import (
     row_iota,
     write_out,
 )
-from kvjax.kernels.paged_attention.mosaic_gpu_config import LOG2E, TILE, WARPS, Config
+from kvjax.kernels.paged_attention.mosaic_gpu_config import TILE, WARPS, Config
 from kvjax.kernels.paged_attention.worklist import Head, Span
 
 UNIT = 256

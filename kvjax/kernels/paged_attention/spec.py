@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.kernels.checks import wanted
+from kvjax.kernels.device import HEAD_DIMS
 from kvjax.kernels.encoded import form_of, half_of
 
-HEAD_DIMS = (64, 80, 96, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP = 16
 DTYPES = ("bfloat16", "float16", "float32")

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.checks import check_dtype, check_prompt, wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device
+from kvjax.kernels.device import Device, check_hopper
 from kvjax.kernels.window_metrics import fused, reference, tiles
 
 QUERY_BLOCK = 1024
@@ -107,8 +107,7 @@ def choice(
             raise NotImplementedError(f"q and k of {q.dtype} and {k.dtype}")
 
     def mosaic_gpu(where: Device) -> None:
-        if not where.hopper:
-            raise NotImplementedError(f"device {where.kind} (wanted: compute capability 9.0)")
+        check_hopper(where)
         served()
         from kvjax.kernels.window_metrics import mosaic_gpu
 

@@ -4,14 +4,13 @@ They take whole tiles: queries and keys are filled up with such as do not count,
 counts, and whether, goes into what is taken off its logits.
 """
 
-import math
 from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-LOG2E = math.log2(math.e)
+from kvjax.kernels.device import LOG2E
 
 
 def window_metrics(

@@ -8,7 +8,6 @@ a sum over a thread's own registers first.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,14 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-LOG2E = math.log2(math.e)
+from kvjax.kernels.device import HEAD_DIMS
+
 KEYS = 64
 """Keys per program: the rows of one tensor core instruction."""
 QUERIES = 128
 """Queries of one tile of logits."""
 STAGES = 2
 """Tiles of queries in flight per program."""
-HEAD_DIMS = (64, 80, 96, 128)
 DTYPES = ("bfloat16", "float16")
 
 WGMMA = plgpu.Layout.WGMMA
