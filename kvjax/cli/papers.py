@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvjax.checks import INT32_MAX
 from kvjax.cli.rows import choose_methods, find_data, rates_of
 from kvjax.errors import UserError
 
@@ -24,7 +25,7 @@ SAID = {
     "cache_dtypes": ("--kv-dtype", ""),
 }
 """Options that a table says itself, and what they are where they were not given."""
-ALL_ROWS = 2**31 - 1
+ALL_ROWS = INT32_MAX
 
 
 def chosen_table(options: argparse.Namespace) -> "PaperTable":

@@ -311,6 +311,7 @@ def run(options: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "openai"):
         check_extra(package, "serve", "kvjax serve")
     from kvjax.cache.config import as_method
+    from kvjax.checks import INT32_MAX
     from kvjax.engine.compilation import enable_compilation_cache
     from kvjax.engine.draft import ALONE
 
@@ -319,7 +320,7 @@ def run(options: argparse.Namespace) -> int:
     check_cache_dtypes([options.cache_dtype])
     compression, config = engine_settings(options)
     settings = server_settings(options)
-    warm_up_lengths(options, 2**31 - 1)
+    warm_up_lengths(options, INT32_MAX)
     if options.draft is not None and options.coordinator is not None:
         raise UserError(f"--draft: {ALONE}")
     check_draft(options, map(as_method, (compression.method, *config.methods)))

@@ -16,6 +16,7 @@ from flax import nnx
 from kvjax.cache import CacheSpec, PagedCache, init_cache
 from kvjax.cache.policy import DecodeRule, Method, Observer
 from kvjax.cache.policy.merge import PROMPT_QUERY
+from kvjax.checks import INT32_MAX
 from kvjax.engine import decode, prefill
 from kvjax.engine.compilation import CompiledSteps, StepCall, StepKey, bucket, sizes_upto
 from kvjax.engine.config import EngineConfig
@@ -31,7 +32,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype
 from kvjax.models.rope import rope_artefacts
 
-NO_BUDGET = 2**31 - 1  # blocks to keep where nothing is to be evicted
+NO_BUDGET = INT32_MAX  # blocks to keep where nothing is to be evicted
 
 
 class Calls:

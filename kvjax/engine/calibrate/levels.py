@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache.policy.rotary import turned_back
 from kvjax.checks import check_whole
 from kvjax.engine.calibrate.semantic import attention, outputs
+from kvjax.engine.calibrate.texts import padded_room
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
@@ -84,7 +85,7 @@ def levels_of(
             "--tensor-parallel 1"
         )
     check_whole("texts", len(prompts), 1)
-    room = -(-max(map(len, prompts)) // 64) * 64
+    room = padded_room(max(map(len, prompts)))
     params = stacked(model.params)
     step = jax.jit(functools.partial(gradients, model.config))
     parts = []

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.cache.methods.predicted_reads import EXTRA, WEIGHT
 from kvjax.engine.calibrate.choice import predictions
+from kvjax.engine.calibrate.texts import padded_room
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.parallel import SAME
 from kvjax.engine.spread import Spread, by_heads
@@ -44,7 +45,7 @@ def head_load(
     fitted = spread.artefacts({name: jnp.asarray(arrays[name]) for name in (WEIGHT, EXTRA)})
     specs = *spread.specs((model.params, fitted)), SAME
     step = spread.jitted(functools.partial(_foretold, spread.config), specs, by_heads(1))
-    room = -(-max(map(len, prompts)) // 64) * 64
+    room = padded_room(max(map(len, prompts)))
     stay: np.ndarray | int = 0
     for number, ids in enumerate(prompts):
         progress("counting what heads keep", number, len(prompts))

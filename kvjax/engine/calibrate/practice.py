@@ -15,6 +15,7 @@ from jaxtyping import Float
 from kvjax.engine.calibrate.choice import BLOCK_SIZE, STUDIED, Change, Fitted, Studied, loss, study
 from kvjax.engine.calibrate.exercises import exercise
 from kvjax.engine.calibrate.state import load, save
+from kvjax.engine.calibrate.texts import padded_room
 from kvjax.engine.parallel import SAME
 from kvjax.engine.spread import Spread
 from kvjax.models import LoadedModel
@@ -166,7 +167,7 @@ def practise(
         moved = optax.apply_updates(change, found)
         return jax.tree.map(lambda a, b: jnp.where(good, a, b), (moved, after), (change, moments))
 
-    room = -(-practice.tokens // 64) * 64
+    room = padded_room(practice.tokens)
 
     def studied(number: int) -> Any:
         of = exercise(model.tokenizer, texts, number, practice.tokens)

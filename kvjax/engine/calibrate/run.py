@@ -34,6 +34,7 @@ from kvjax.engine.calibrate.loads import head_load
 from kvjax.engine.calibrate.practice import Practice, Practised, practise
 from kvjax.engine.calibrate.state import OF_CHOICE, load, save
 from kvjax.engine.calibrate.teacher import LESSON, Lesson, lesson
+from kvjax.engine.calibrate.texts import padded_room
 from kvjax.engine.parallel import SAME
 from kvjax.engine.probe import request_tokens
 from kvjax.engine.spread import Spread
@@ -235,8 +236,8 @@ def _teacher(
     artefacts = spread.probe_artefacts()
     specs = *spread.specs((model.params, artefacts)), *(SAME,) * 5
     step = spread.jitted(functools.partial(lesson, spread.config, scorer), specs, LESSON)
-    room = -(-tokens // 64) * 64
-    room_again = -(-(tokens + len(request)) // 64) * 64
+    room = padded_room(tokens)
+    room_again = padded_room(tokens + len(request))
 
     def padded(ids: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
         return np.pad(np.asarray(ids, np.int32), (0, size - len(ids)))

@@ -36,3 +36,8 @@ def default_texts(most: int | None = None) -> list[str]:
     mixed = [text for pair in zip(books, made) for text in pair]
     mixed += books[len(made) :] + made[len(books) :]
     return mixed[:most]
+
+
+def padded_room(tokens: int) -> int:
+    """What texts of so many tokens at most are padded to: few sizes, as each is compiled."""
+    return -(-tokens // 64) * 64
