@@ -19,6 +19,7 @@ import json
 import time
 from typing import Any
 
+from benchmarks.options import wholes
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, run_script
 
@@ -28,9 +29,6 @@ LAST = SLOTS - 1
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    def wholes(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = ArgumentParser(prog="python -m benchmarks.allocation", description=__doc__)
     parser.add_argument("--blocks", type=wholes, default=[1 << 15, 1 << 18, 1 << 21])
     parser.add_argument("--repeats", type=int, default=10)

@@ -19,6 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks.options import wholes
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
@@ -27,9 +28,6 @@ BLOCK = 16
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    def wholes(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = ArgumentParser(prog="python -m benchmarks.balance", description=__doc__)
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, help="texts: .txt, .jsonl, .gz of these")

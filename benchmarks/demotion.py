@@ -141,10 +141,10 @@ def cheapest(score: Any, kept: Any, share: float) -> Any:
 def rates_of(options: argparse.Namespace, share: float, head_dim: int) -> list[float]:
     """Rates at which a share in the lower type takes the bytes of `--equal-to` in the higher."""
     from kvjax.cache import as_codec
-    from kvjax.cache.store.spec import METADATA
+    from kvjax.cache.store.spec import METADATA_BYTES
 
     types = [as_codec(name, "float32").kv_bytes(head_dim) for name in (options.high, options.low)]
-    high, low = (size + sum(plane.kv_bytes for plane in METADATA) for size in types)
+    high, low = (size + METADATA_BYTES for size in types)
     smaller = (high + share * (low - high)) / high
     return [max(1.0, round(rate * smaller, 3)) for rate in options.equal_to]
 

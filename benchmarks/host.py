@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import wholes
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
@@ -38,9 +39,6 @@ HEADS = 8
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    def wholes(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     add = parser.add_argument
     add("--devices", type=wholes, default=[1, 2, 4, 8], help="of one process (1,2,4,8)")

@@ -18,6 +18,7 @@ import functools
 import json
 from pathlib import Path
 
+from benchmarks.options import wholes
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.cli.models import DTYPES, WEIGHT_DTYPES
@@ -25,9 +26,6 @@ from kvjax.errors import UserError
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    def wholes(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser = ArgumentParser(prog="python -m benchmarks.narrow", description=__doc__)
     add = parser.add_argument
     add("--data", type=Path, required=True, help="text: .txt, .jsonl, .gz of these")

@@ -9,7 +9,15 @@ import numpy as np
 
 from benchmarks.kvpress.presses import PREFIX, PRESSES, peer_method
 from kvjax.eval.results import Result
-from kvjax.eval.table import FULL, LEAST_FULL, RESAMPLES, Interval, bootstrap, protocols_of
+from kvjax.eval.table import (
+    FULL,
+    LEAST_FULL,
+    RESAMPLES,
+    Interval,
+    bootstrap,
+    protocols_of,
+    with_interval,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +116,6 @@ def overlaps(pair: Pair) -> bool | None:
     if theirs is None or ours is None:
         return None
     return theirs.low <= ours.high and ours.low <= theirs.high
-
-
-def _shown(interval: Interval | None, digits: int, factor: float = 1) -> str:
-    if interval is None:
-        return "–"
-    scaled = Interval(interval.mean * factor, interval.low * factor, interval.high * factor)
-    return scaled.shown(digits)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
@@ -250,7 +251,7 @@ def summary_tables(results: Sequence[Result], reference: str) -> list[str]:
         for score, called in SHOWN.items() if grid.tasks else ():
 
             def mean(name: str, rate: float, grid=grid, score=score) -> str:
-                return _shown(grid.mean(name, rate, score), 0, 100)
+                return with_interval(grid.mean(name, rate, score), 0, 100)
 
             columns = {}
             for task in grid.tasks:
@@ -276,7 +277,7 @@ def summary_tables(results: Sequence[Result], reference: str) -> list[str]:
             lines += [f"KL to the full cache, {task}, `{protocol}`, {prompts} prompts:", ""]
 
             def kl(name: str, rate: float, grid=grid, task=task) -> str:
-                return _shown(bootstrap(grid.both(task, name, rate, "kl")[0]), 3)
+                return with_interval(bootstrap(grid.both(task, name, rate, "kl")[0]), 3)
 
             lines += table(kl)
     return lines
@@ -295,9 +296,9 @@ def report(results: Sequence[Result], notes: Sequence[str], reference: str) -> s
     def cells(pair: Pair) -> list[Any]:
         line = [pair.task, pair.protocol, f"{pair.rate:g}", pair.press, pair.method, pair.prompts]
         line += [f"{kvs:,.0f}" for kvs in pair.kvs]
-        line += [_shown(score, 1, 100) for score in (*pair.score, *pair.free)]
-        line += [_shown(ratio, 2) for ratio in pair.nll_ratio]
-        line += [_shown(kl, 3) for kl in pair.kl]
+        line += [with_interval(score, 1, 100) for score in (*pair.score, *pair.free)]
+        line += [with_interval(ratio, 2) for ratio in pair.nll_ratio]
+        line += [with_interval(kl, 3) for kl in pair.kl]
         return [*line, words[overlaps(pair)]]
 
     same = [pair for pair in pairs if pair.like]

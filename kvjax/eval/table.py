@@ -208,7 +208,8 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _shown(interval: Interval | None, digits: int, factor: float = 1) -> str:
+def with_interval(interval: Interval | None, digits: int, factor: float = 1) -> str:
+    """A mean and its interval, times a factor, as tables have them."""
     if interval is None:
         return "–"
     scaled = Interval(interval.mean * factor, interval.low * factor, interval.high * factor)
@@ -224,9 +225,9 @@ def full_table(lines: Sequence[Line]) -> str:
             line.protocol,
             line.metric,
             line.prompts,
-            _shown(line.score, 1, 100),
-            _shown(line.free, 1, 100),
-            _shown(line.nll, 3),
+            with_interval(line.score, 1, 100),
+            with_interval(line.free, 1, 100),
+            with_interval(line.nll, 3),
             f"{line.kvs:,.0f}",
             f"{line.megabytes:.1f}",
             "the full cache fails" if line.full_fails else "",
@@ -293,12 +294,12 @@ def long_table(lines: Sequence[Line]) -> str:
             line.method,
             f"{line.rate:g}",
             line.prompts,
-            _shown(line.score, 1, 100),
-            _shown(line.free, 1, 100),
-            _shown(line.share, 1, 100),
-            _shown(line.nll, 3),
-            _shown(line.kl, 3),
-            _shown(line.agree, 1, 100),
+            with_interval(line.score, 1, 100),
+            with_interval(line.free, 1, 100),
+            with_interval(line.share, 1, 100),
+            with_interval(line.nll, 3),
+            with_interval(line.kl, 3),
+            with_interval(line.agree, 1, 100),
             _number(None if line.recall is None else line.recall * 100, ".1f"),
             f"{line.kvs:,.0f}",
             f"{1 / line.kvs_share:.1f}",

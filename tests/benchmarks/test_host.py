@@ -98,7 +98,7 @@ def test_rows_are_of_the_process_that_takes_most(run, capsys, monkeypatch):
         (("--processes", "0"), "--processes 0"),
         (("--rounds", "1"), "--rounds 1"),
         (("--profile", "-1"), "--profile -1"),
-        (("--devices", "x"), "'x'"),
+        (("--devices", "x"), "--devices: 'x': give whole numbers separated by commas"),
     ],
 )
 def test_bad_input_gets_one_line(run, arguments, says):

@@ -29,6 +29,7 @@ class Plane:
 
 METADATA = (Plane("metric"), Plane("position", "int32"))
 """What every cache keeps of each KV."""
+METADATA_BYTES = sum(plane.kv_bytes for plane in METADATA)
 
 
 @runtime_checkable
@@ -98,7 +99,7 @@ class CacheSpec:
     @property
     def number_bytes(self) -> int:
         """Bytes of the numbers beside each KV: metric, position and planes."""
-        return sum(plane.kv_bytes for plane in (*METADATA, *self.planes))
+        return METADATA_BYTES + sum(plane.kv_bytes for plane in self.planes)
 
     @property
     def token_bytes(self) -> int:
