@@ -11,6 +11,8 @@ from kvjax.eval.results import Result
 from kvjax.eval.rows import PROTOCOLS
 
 RESAMPLES = 2000
+SEED = 0
+"""Of the resampling."""
 FULL = "full"
 MOST_LENGTHS = 8
 """Lengths of a task that are told apart; data sets have as many as rows."""
@@ -32,9 +34,7 @@ class Interval:
         return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def bootstrap(
-    values: Sequence[float], of: Sequence[float] | None = None, seed: int = 0
-) -> Interval | None:
+def bootstrap(values: Sequence[float], of: Sequence[float] | None = None) -> Interval | None:
     """Mean of some values, or the ratio of their mean to that of others of the same prompts.
 
     Percentile bootstrap: prompts are drawn with replacement, both numbers of a prompt together.
@@ -42,7 +42,6 @@ def bootstrap(
     Args:
         values: one per prompt.
         of: the same prompts' values in the denominator.
-        seed: of the resampling.
 
     Returns:
         None without values or with a denominator of 0.
@@ -50,7 +49,7 @@ def bootstrap(
     top = np.asarray(values, float)
     if not len(top):
         return None
-    drawn = np.random.default_rng(seed).integers(0, len(top), (RESAMPLES, len(top)))
+    drawn = np.random.default_rng(SEED).integers(0, len(top), (RESAMPLES, len(top)))
     means = top[drawn].mean(axis=1)
     mean = top.mean()
     if of is not None:

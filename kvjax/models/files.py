@@ -209,21 +209,21 @@ class Fields:
             raise UserError(f"{self.label(key)} {shown(value)}: give an object")
         return Fields(value or {}, self.label(key))
 
-    def whole_or_several(self, key: str, least: int = 0) -> list[int]:
+    def whole_or_several(self, key: str) -> list[int]:
         """A whole number or a list of them; an empty list where the field is absent."""
         value = self.values.get(key)
         several = value if isinstance(value, list) else [] if value is None else [value]
-        return [check_whole(self.label(key), item, least) for item in several]
+        return [check_whole(self.label(key), item, 0) for item in several]
 
 
-def read_fields(path: Path, most: int = MAX_JSON_BYTES) -> Fields:
+def read_fields(path: Path) -> Fields:
     """The object in the JSON file `path`.
 
     Raises:
         FileNotFoundError: there is none.
         UserError: it cannot be read, is too large, or holds something else.
     """
-    value = parse_json(read_bytes(path, most), str(path))
+    value = parse_json(read_bytes(path, MAX_JSON_BYTES), str(path))
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
     return Fields(value, str(path))

@@ -164,6 +164,8 @@ def _log(draw: Draw, lines: int) -> str:
     return "\n".join(rows)
 
 
+PLANTED = 4
+"""Facts that are put into a text."""
 KINDS = (_report, _table, _records, _code, _talk, _questions, _letter, _log)
 
 
@@ -172,10 +174,10 @@ def generated_text(number: int, lines: int = 40) -> str:
     return KINDS[number % len(KINDS)](Draw(number), lines)
 
 
-def planted(text: str, number: int, count: int = 4) -> str:
-    """The text with `count` made-up facts between its sentences."""
+def planted(text: str, number: int) -> str:
+    """The text with `PLANTED` made-up facts between its sentences."""
     draw = Draw(10_000 + number)
     sentences = text.split(". ")
-    for _ in range(count):
+    for _ in range(PLANTED):
         sentences.insert(draw.number(0, len(sentences) + 1), draw.fact().rstrip("."))
     return ". ".join(sentences)
