@@ -13,8 +13,8 @@ from kvjax.engine.llm import LLM
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.models import LoadedModel
-from kvjax.models.decoder import forward, logits
 from tests.engine.conftest import TINY
+from tests.models.decoder_helpers import dense_scores
 from tests.models.tokenizer_builders import tiny_tokenizer
 
 FULL = CompressionConfig(method="full")
@@ -77,18 +77,9 @@ def drain(llm: LLM, most: int = 2000) -> dict[str, RequestOutput]:
 def dense_greedy(params, prompt, steps: int) -> list[int]:
     """Greedy tokens without any cache: the whole sequence again for every token."""
 
-    def attend(carry, layer, q, k, v, _):
-        group = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
-        return carry, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v), ()
-
     @jax.jit
     def scores(tokens, last):
-        at = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
-        hidden, _, _ = forward(TINY, params, tokens[None], at, attend, ())
-        return logits(TINY, params, hidden[0, last])
+        return dense_scores(TINY, params, tokens, last)
 
     tokens = np.zeros(len(prompt) + steps, np.int32)
     tokens[: len(prompt)] = prompt

@@ -5,6 +5,7 @@ cache holds afterwards.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from kvjax.cache import init_cache
 from kvjax.cache.methods import get_method
 from kvjax.engine import decode, insert, prefill, reclaim
 from kvjax.engine.sampling import SamplingParams, sampling_row
-from kvjax.models.decoder import forward, logits
 from tests.cache.free import free_of
 from tests.engine.conftest import TINY
 from tests.engine.serving import HEADS, prompts_of
+from tests.models.decoder_helpers import dense_scores
 
 SLOTS, BLOCK, STEPS, TOP, ROOM = 4, 4, 4, 3, 16
 NO_EOS = (-1, -1)
@@ -36,18 +37,7 @@ _empty = jax.jit(reclaim.empty)
 _compress = jax.jit(reclaim.compress_slots, static_argnums=(0, 1))
 
 
-@jax.jit
-def _dense_scores(params, tokens):
-    def attend(carry, layer, q, k, v, _):
-        group = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
-        return carry, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v), ()
-
-    at = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
-    hidden, _, _ = forward(TINY, params, tokens[None], at, attend, ())
-    return logits(TINY, params, hidden[0])
+_dense_scores = jax.jit(functools.partial(dense_scores, TINY))
 
 
 class Bench:

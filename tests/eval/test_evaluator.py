@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,8 +15,8 @@ from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.probing import Probing
 from kvjax.eval.rows import PROTOCOLS, Turn
 from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, slots_for
-from kvjax.models.decoder import forward, logits
 from tests.eval.conftest import TINY, make_row
+from tests.models.decoder_helpers import dense_scores
 
 CONFIG = EvaluatorConfig(block_size=4, num_slots=4)
 HEADS = TINY.num_layers * TINY.num_kv_heads
@@ -33,21 +32,10 @@ def padded(tokens) -> np.ndarray:
     return out
 
 
-@jax.jit
-def _dense(params, tokens):
-    def attend(carry, layer, q, k, v, _):
-        group = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
-        return carry, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v), ()
-
-    at = jnp.arange(PADDED, dtype=jnp.int32)[None]
-    hidden, _, _ = forward(TINY, params, tokens[None], at, attend, ())
-    return logits(TINY, params, hidden[0])
+_dense = jax.jit(functools.partial(dense_scores, TINY))
 
 
-def dense_scores(model, tokens) -> np.ndarray:
+def scores_of(model, tokens) -> np.ndarray:
     """Logits after every token, by attention written out."""
     return np.asarray(_dense(model.params, padded(tokens)))[: len(tokens)]
 
@@ -108,7 +96,7 @@ def log_softmax(x):
 def test_rate_1_and_the_full_cache_equal_a_plain_pass(evaluator, tiny_model, target):
     row = make_row(target=target)
     tokens = evaluator.tokenise(row)
-    scores = dense_scores(tiny_model, np.concatenate([tokens.prompt, tokens.target]))
+    scores = scores_of(tiny_model, np.concatenate([tokens.prompt, tokens.target]))
     scores = log_softmax(scores[len(tokens.prompt) - 1 : -1])
     nll = -scores[np.arange(len(tokens.target)), tokens.target]
     variants = [Variant("full", 1.0), Variant("kv-compress", 1.0)]
@@ -129,7 +117,7 @@ def test_an_answer_that_the_model_gives_counts_as_exact(evaluator, tiny_model):
     tokens = list(evaluator.tokenise(make_row()).prompt)
     start = len(tokens)
     for _ in range(4):
-        tokens.append(int(dense_scores(tiny_model, np.asarray(tokens))[-1].argmax()))
+        tokens.append(int(scores_of(tiny_model, np.asarray(tokens))[-1].argmax()))
     text = bytes(tokens[start:]).decode()
     results = run_row(evaluator, make_row(target=text), PROTOCOLS, [Variant("full", 1.0)])
     assert [result["em"] for result in results.values()] == [1] * len(PROTOCOLS)
@@ -188,7 +176,7 @@ def test_compressed_scores_equal_decoding_token_by_token(evaluator, tiny_model, 
         )
         predicted.append(log_softmax(np.asarray(scores[0])))
     ours = np.stack(predicted)[-len(tokens.target) :]
-    reference = dense_scores(tiny_model, full)[len(tokens.prompt) - 1 : -1]
+    reference = scores_of(tiny_model, full)[len(tokens.prompt) - 1 : -1]
     reference = log_softmax(reference)
     nll = -ours[np.arange(len(tokens.target)), tokens.target]
     kl = (np.exp(reference) * (reference - ours)).sum(-1)
@@ -206,7 +194,7 @@ def test_generated_answers_are_greedy(evaluator, tiny_model, protocol):
     row = make_row(metric="f1", max_new_tokens=11)
     tokens = list(evaluator.tokenise(row).prompt)
     for _ in range(11):
-        tokens.append(int(dense_scores(tiny_model, np.asarray(tokens))[-1].argmax()))
+        tokens.append(int(scores_of(tiny_model, np.asarray(tokens))[-1].argmax()))
     expected = tiny_model.tokenizer.decode(tokens[-11:]).lstrip("\n")
     variants = [Variant("full", 1.0), Variant("kv-compress", 2.0)]
     results = run_row(evaluator, row, [protocol], variants)
@@ -219,7 +207,7 @@ def plain_answer(model, tokens, count: int) -> str:
     """So many greedy tokens of the full cache behind these, as text."""
     tokens = list(tokens)
     for _ in range(count):
-        tokens.append(int(dense_scores(model, np.asarray(tokens))[-1].argmax()))
+        tokens.append(int(scores_of(model, np.asarray(tokens))[-1].argmax()))
     return bytes(tokens[-count:]).decode()
 
 
@@ -286,7 +274,7 @@ def test_turns_are_scored_one_by_one_behind_one_compression(tiny_model, rate):
             text += turn.target
         tokens = list(text.encode())
         if rate == 1:
-            steps = log_softmax(dense_scores(tiny_model, tokens))[len(begin) - 1 :]
+            steps = log_softmax(scores_of(tiny_model, tokens))[len(begin) - 1 :]
         else:
             steps = compressed_steps(tiny_model, method, rate, len(begin), tokens)
 
@@ -296,14 +284,14 @@ def test_turns_are_scored_one_by_one_behind_one_compression(tiny_model, rate):
         right = [all(at(p).argmax() == tokens[p] for p in range(*span)) for span in spans]
         later = [p for start, end in spans for p in range(start + 1, end)]
         nll = np.asarray([-at(p)[tokens[p]] for p in later])
-        full = log_softmax(dense_scores(tiny_model, tokens))
+        full = log_softmax(scores_of(tiny_model, tokens))
         kl = np.asarray([(np.exp(full[p - 1]) * (full[p - 1] - at(p))).sum() for p in later])
         said = []
         for place in opened:
             fed = tokens[:place]
             for _ in range(count):
                 if rate == 1:
-                    step = dense_scores(tiny_model, fed)[-1]
+                    step = scores_of(tiny_model, fed)[-1]
                 else:
                     step = compressed_steps(tiny_model, method, rate, len(begin), fed)[-1]
                 fed.append(int(step.argmax()))

@@ -1,7 +1,6 @@
 """The evaluator on a real model, end to end."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,7 +9,7 @@ from kvjax.eval.rows import PROTOCOLS, Skipped
 from kvjax.eval.sizes import EvaluatorConfig, Variant
 from kvjax.eval.tasks import Context, TaskOptions, make_rows
 from kvjax.models import load_model
-from kvjax.models.decoder import forward, logits
+from tests.models.decoder_helpers import dense_scores
 
 pytestmark = pytest.mark.slow
 
@@ -23,19 +22,10 @@ def model(smollm2_path):
 def plain_scores(model, tokens, last: int) -> np.ndarray:
     """Log-probabilities after each of the last tokens, without the engine's attention."""
 
-    def attend(carry, layer, q, k, v, _):
-        group = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
-        return carry, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s), v), ()
-
-    at = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-
     @jax.jit
     def run(params, tokens):
-        hidden, _, _ = forward(model.config, params, tokens[None], at, attend, ())
-        return jax.nn.log_softmax(logits(model.config, params, hidden[0, -last:]))
+        scores = dense_scores(model.config, params, tokens, slice(-last, None))
+        return jax.nn.log_softmax(scores)
 
     return np.asarray(run(model.params, np.asarray(tokens, np.int32)))
 

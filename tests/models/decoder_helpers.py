@@ -25,6 +25,17 @@ def dense_attention(q, k, v, query_position, key_position):
     return out.reshape(q.shape)
 
 
+def dense_scores(config: ModelConfig, params: nnx.State, tokens, at=slice(None)) -> jax.Array:
+    """Logits after each of some tokens [T], or after those `at`, without any cache."""
+    position = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+
+    def attend(carry, layer, q, k, v, _):
+        return carry, dense_attention(q, k, v, position, position), ()
+
+    hidden, _, _ = decoder.forward(config, params, tokens[None], position, attend, ())
+    return decoder.logits(config, params, hidden[0][at])
+
+
 def empty_cache(config: ModelConfig, batch: int, size: int) -> tuple[jax.Array, jax.Array]:
     """A dense cache of ``size`` tokens: two [L, B, size, H, d] f32."""
     shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_dim)
