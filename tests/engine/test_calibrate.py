@@ -36,21 +36,14 @@ from kvjax.errors import UserError
 from kvjax.eval.tasks.wordings import FACTS, KEYS, NEEDLES, PASSKEYS
 from kvjax.models import load_model
 from tests.oracle.repetition import repetition_scores
-from tests.tiny import TINY, write_tiny
+from tests.tiny import TINY
 
 SETTINGS = CalibrationSettings(tokens=96, least_tokens=32, exercises=0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load_model(weights=str(folder), dtype="float32")
+def model(tiny_folder):
+    return load_model(weights=str(tiny_folder), dtype="float32")
 
 
 TEXTS = [generated_text(i, lines=8) for i in range(12)]
@@ -62,14 +55,14 @@ def fit(model):
 
 
 @pytest.mark.parametrize("plus", [False, True], ids=["kvzip", "kvzip-plus"])
-def test_the_teacher_scores_as_published(model, folder, plus):
-    hf = json.loads((folder / "config.json").read_text())
+def test_the_teacher_scores_as_published(model, tiny_folder, plus):
+    hf = json.loads((tiny_folder / "config.json").read_text())
     config = model.config
     hf |= {"rope_theta": config.rope_theta, "rms_norm_eps": config.rms_norm_eps}
     hf["tie_word_embeddings"] = config.tie_word_embeddings
     rng = np.random.default_rng(2)
     text, request = rng.integers(0, 256, 37), rng.integers(0, 256, 5)
-    expected = repetition_scores(hf, load_file(folder / "model.safetensors"), text, request)
+    expected = repetition_scores(hf, load_file(tiny_folder / "model.safetensors"), text, request)
     again = np.concatenate([request, text])
     found = jax.jit(lesson, static_argnums=(0, 1))(
         model.config,
@@ -150,13 +143,13 @@ def no_queries(model) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
     return centre, centre[..., ::2], centre[:, None]
 
 
-def test_queries_are_those_before_rope(model, folder):
+def test_queries_are_those_before_rope(model, tiny_folder):
     """Of a layer's projection, which no rotation has met: their means, the first tokens left out,
     and those of the tokens that are written down."""
     config, rng = model.config, np.random.default_rng(7)
     lengths, learned = (40, 25), run._Learned.empty(model)
     teach = run._teacher(model, SETTINGS.tokens, 3)
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(tiny_folder / "model.safetensors")
     centre = size = 0.0
     written = set()
     for number, length in enumerate(lengths):

@@ -29,17 +29,14 @@ from kvjax.eval.tasks.wordings import FACTS, KEYS, LISTS, NEEDLES, PASSKEYS
 from kvjax.models import load_model
 from kvjax.models.tokenizer import ByteTokenizer
 from tests.oracle.eviction import cheapest_blocks, eviction_count
-from tests.tiny import write_tiny
 
 TOKENS, LENGTH = 128, 117
 TEXTS = [generated_text(i, lines=8) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny(folder)
-    return load_model(weights=str(folder), dtype="float32")
+def model(tiny_folder):
+    return load_model(weights=str(tiny_folder), dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -24,31 +24,24 @@ from tests.engine.serving import assert_empty, greedy
 from tests.oracle.repetition import repetition_scores
 from tests.oracle.scores import Prompt
 from tests.oracle.selection import keeps_globally
-from tests.tiny import TINY, write_tiny
+from tests.tiny import TINY
 
 LENGTH, CHUNK, CAP, B = 100, 64, 32, 4
 PROMPT = np.random.default_rng(8).integers(0, 256, LENGTH).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny(folder)
-    return folder
+def model(tiny_folder):
+    return load_model(weights=tiny_folder)
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    return load_model(weights=folder)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder, model):
+def oracle(tiny_folder, model):
     """Scores of the prompt, plain and weighted, repeated in parts of at most so many tokens."""
-    hf = json.loads((folder / "config.json").read_text())
+    hf = json.loads((tiny_folder / "config.json").read_text())
     hf |= {"rope_theta": TINY.rope_theta, "rms_norm_eps": TINY.rms_norm_eps}
     hf["tie_word_embeddings"] = TINY.tie_word_embeddings
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(tiny_folder / "model.safetensors")
     request = np.array(request_tokens(model.tokenizer))
 
     @functools.cache

@@ -11,7 +11,6 @@ from kvjax.engine.calibrate.heads import Probe, order, retrieval_heads
 from kvjax.errors import UserError
 from kvjax.models import load_model
 from tests.oracle.attention import causal_attention
-from tests.tiny import write_tiny
 
 PERIOD, COPIES, H, R, D = 5, 4, 2, 3, 4
 T = PERIOD * COPIES
@@ -46,9 +45,8 @@ def test_the_first_by_either_reading_come_before_all_others():
     assert whole == best | more
 
 
-def test_heads_of_a_model(tmp_path):
-    write_tiny(tmp_path)
-    model = load_model(weights=str(tmp_path), dtype="float32")
+def test_heads_of_a_model(tiny_folder):
+    model = load_model(weights=str(tiny_folder), dtype="float32")
     found = retrieval_heads(model, Probe(16, 3))["retrieval_head"]
     assert found.shape == (model.config.num_layers, model.config.num_kv_heads)
     assert len(np.unique(found)) > 1

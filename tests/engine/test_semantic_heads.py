@@ -9,7 +9,6 @@ from kvjax.engine.calibrate.semantic import Facts, asked, semantic_heads
 from kvjax.errors import UserError
 from kvjax.models import load_model
 from tests.oracle.attention import causal_attention
-from tests.tiny import write_tiny
 
 T, H, R, D = 40, 2, 3, 4
 
@@ -44,10 +43,8 @@ def test_few_are_the_highest_and_the_window(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny(folder)
-    return load_model(weights=str(folder), dtype="float32")
+def model(tiny_folder):
+    return load_model(weights=str(tiny_folder), dtype="float32")
 
 
 def test_a_prompt_has_its_fact_and_its_answer(model):
