@@ -16,7 +16,7 @@ An entry:
     file = "kvjax/engine/insert.py"
     old = "active = ok & ~ended"             # occurs once in the file
     new = "active = ok"
-    tests = ["tests/engine/test_visits.py"]  # files or node ids; the fewest and fastest
+    tests = ["tests/engine/test_decode_loops.py"]  # files or node ids; the fewest and fastest
     # equivalent = "why no test can tell"    # only for mutants that nothing distinguishes
 
 The tests run in copies of the tree in a temporary folder, so the tree itself may be edited

@@ -121,11 +121,11 @@ def test_all_slots_are_observed_unless_told(start):
         assert_same_kvs(got[at], kvs, at)
 
 
-def test_a_visit_measures_only_those_that_are_observed(start):
-    """Slots 2 and 0 take part, in that order; only slot 2 has the method of the visit."""
+def test_a_loop_measures_only_those_that_are_observed(start):
+    """Slots 2 and 0 take part, in that order; only slot 2 has the method of the loop."""
 
     @QUICKLY
-    def visit(params, cache, state, slots):
+    def loop(params, cache, state, slots):
         return decode(
             MODEL, get_method("a2sf").decode, 4, None, params, cache, state, slots,
             jnp.int32(3), jnp.full(1, -1),
@@ -138,7 +138,7 @@ def test_a_visit_measures_only_those_that_are_observed(start):
         stop_at_eos=jnp.zeros(3, bool),
         observed=jnp.array([False, False, True]),
     )
-    now, state, report = visit(PARAMS, start, state, jnp.array([2, 3, 0, 5], jnp.int32))
+    now, state, report = loop(PARAMS, start, state, jnp.array([2, 3, 0, 5], jnp.int32))
     assert (np.asarray(report.tokens)[:3, [0, 2]] >= 0).all()
     heads, lengths = heads_of(start), list(LENGTHS)
     for _ in range(3):

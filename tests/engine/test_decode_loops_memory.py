@@ -25,7 +25,7 @@ def abstract(tree) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def visit(method: str, num_top: int | None = None, stacked: bool = True) -> tuple:
+def loop(method: str, num_top: int | None = None, stacked: bool = True) -> tuple:
     run = partial(decode.decode, MODEL, get_method(method).decode, 4, num_top)
     params = abstract_params(MODEL, jnp.float32, stacked)
     state = abstract(decode.init_slots(SHAPES.S))
@@ -61,9 +61,9 @@ def empty() -> tuple:
 @pytest.mark.parametrize(
     ("step", "arguments"),
     [
-        (visit, ("full",)),
-        (visit, ("full", None, False)),
-        (visit, ("kv-compress-continual", 20)),
+        (loop, ("full",)),
+        (loop, ("full", None, False)),
+        (loop, ("kv-compress-continual", 20)),
         (admit, (None,)),
         (admit, ("kv-compress",)),
         (compress, ("kv-compress",)),

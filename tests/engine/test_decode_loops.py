@@ -1,6 +1,6 @@
-"""The steps of continuous batching one by one: first tokens, visits of decode steps, reports.
+"""The steps of continuous batching one by one: first tokens, decode loops, reports.
 
-What a visit yields is compared with a dense run of the same model, what it reports with what the
+What a loop yields is compared with a dense run of the same model, what it reports with what the
 cache holds afterwards.
 """
 
@@ -83,7 +83,7 @@ class Bench:
         )
         return report
 
-    def visit(self, *slots: int, limit: int = STEPS, eos=NO_EOS) -> decode.DecodeReport:
+    def loop(self, *slots: int, limit: int = STEPS, eos=NO_EOS) -> decode.DecodeReport:
         self.cache, self.state, report = _decode(
             TINY, METHOD.decode, STEPS, TOP, self.params, self.cache, self.state,
             np.asarray(slots, np.int32), np.int32(limit), np.asarray(eos, np.int32),
@@ -125,7 +125,7 @@ SHORT, LONG, OTHER = prompts_of(6, 11, 9)
 @pytest.mark.slow
 def test_each_slot_goes_on_with_its_own_tokens(bench):
     firsts = [int(bench.start(slot, p).token) for slot, p in ((3, SHORT), (0, LONG), (2, OTHER))]
-    report = bench.visit(2, 9, 3, 0)
+    report = bench.loop(2, 9, 3, 0)
     tokens = np.asarray(report.tokens)
     assert (tokens[:, 1] == -1).all()
     for column, first, prompt in (
@@ -158,7 +158,7 @@ def test_the_first_token_counts(bench):
     assert not bool(bench.start(0, SHORT, remaining=1).active)
     assert bool(bench.start(1, SHORT, remaining=2).active)
     assert bench.state.remaining.tolist()[:2] == [0, 1]
-    report = bench.visit(0, 1, 9, 9)
+    report = bench.loop(0, 1, 9, 9)
     tokens = np.asarray(report.tokens)
     assert tokens[:, 0].tolist() == [-1] * STEPS
     assert tokens[:, 1].tolist() == [*bench.dense(SHORT, count=2)[1:], -1, -1, -1]
@@ -171,22 +171,22 @@ def test_a_sequence_ends_at_its_own_end_of_text(bench):
     eos = (-1, text[at])
     bench.start(0, LONG, eos=eos)
     bench.start(1, LONG, eos=eos, stop=False)
-    tokens = np.asarray(bench.visit(0, 1, 9, 9, eos=eos).tokens)
+    tokens = np.asarray(bench.loop(0, 1, 9, 9, eos=eos).tokens)
     assert tokens[:, 0].tolist() == [*text[1 : at + 1], *[-1] * (STEPS - at)]
     assert tokens[:, 1].tolist() == text[1 : STEPS + 1]
     assert bench.state.active.tolist()[:2] == [False, True]
     assert int(bench.state.remaining[1]) == 20 - 1 - STEPS
     # What has ended takes no part any more.
     before = bench.cache.context_len[0]
-    tokens = np.asarray(bench.visit(0, 1, 9, 9, eos=eos).tokens)
+    tokens = np.asarray(bench.loop(0, 1, 9, 9, eos=eos).tokens)
     assert tokens[:, 0].tolist() == [-1] * STEPS
     assert (bench.cache.context_len[0] == before).all()
 
 
-def test_a_visit_keeps_its_limit(bench):
+def test_a_loop_keeps_its_limit(bench):
     bench.start(0, SHORT)
     text = bench.dense(SHORT, count=6)
-    tokens = [np.asarray(bench.visit(0, 9, 9, 9, limit=n).tokens)[:, 0].tolist() for n in (2, 0, 3)]
+    tokens = [np.asarray(bench.loop(0, 9, 9, 9, limit=n).tokens)[:, 0].tolist() for n in (2, 0, 3)]
     assert tokens == [[*text[1:3], -1, -1], [-1] * 4, [*text[3:6], -1]]
 
 
@@ -196,7 +196,7 @@ def test_only_observed_sequences_have_their_metrics_touched(bench):
         bench.start(slot, LONG, observed=observed)
     before = [bench.held("metric", slot, len(LONG)) for slot in range(4)]
     assert np.ptp(before, axis=0).max() == 0
-    bench.visit(0, 1, 9, 3)
+    bench.loop(0, 1, 9, 3)
     after = [bench.held("metric", slot, len(LONG)) for slot in range(4)]
     for slot in (1, 2, 3):
         np.testing.assert_array_equal(after[slot], before[slot])
@@ -209,7 +209,7 @@ def test_only_observed_sequences_have_their_metrics_touched(bench):
 def test_scores_are_those_of_the_token_that_was_drawn(bench):
     given = {"temperature": 2.0, "seed": 5}
     started = bench.start(1, SHORT, **given)
-    report = bench.visit(9, 1, 9, 9)
+    report = bench.loop(9, 1, 9, 9)
     tokens = [int(started.token), *np.asarray(report.tokens)[:, 1]]
     wanted = bench.log_p([*SHORT, *tokens])[len(SHORT) - 1 : -1]
     chosen = [started.log_probs.chosen[0], *report.log_probs.chosen[:, 1]]
@@ -226,13 +226,13 @@ def test_a_random_number_belongs_to_its_position(bench):
     """A request that was preempted goes on with the tokens it would have had."""
     given = {"temperature": 1.5, "seed": 11}
     first = int(bench.start(0, SHORT, **given).token)
-    tokens = [first, *np.asarray(bench.visit(0, 9, 9, 9).tokens)[:, 0].tolist()]
+    tokens = [first, *np.asarray(bench.loop(0, 9, 9, 9).tokens)[:, 0].tolist()]
     assert tokens != bench.dense(SHORT, count=5)
     for done in range(1, 4):
         bench.cache, bench.state = _empty(bench.cache, bench.state, np.arange(SLOTS) == 1)
         resumed = bench.start(1, [*SHORT, *tokens[:done]], **given)
         assert int(resumed.token) == tokens[done]
-        rest = np.asarray(bench.visit(9, 1, 9, 9, limit=1).tokens)[0, 1]
+        rest = np.asarray(bench.loop(9, 1, 9, 9, limit=1).tokens)[0, 1]
         assert rest == tokens[done + 1]
 
 
@@ -243,19 +243,19 @@ def test_nothing_is_lost_where_blocks_run_out(tiny_params):
     bench.start(0, LONG[:7], temperature=0.0)
     bench.start(1, OTHER[:7])
     bench.start(2, SHORT)
-    report = bench.visit(0, 1, 9, 9)
+    report = bench.loop(0, 1, 9, 9)
     assert not bool(report.ok)
     assert int(report.free) == 0
     assert np.asarray(report.tokens).tolist() == [[text[0][1], text[1][1], -1, -1], *[[-1] * 4] * 3]
     assert report.active.tolist() == [True, True, False, False]
     assert bench.state.remaining.tolist()[:2] == [18, 18]
-    again = bench.visit(0, 1, 9, 9)
+    again = bench.loop(0, 1, 9, 9)
     assert not bool(again.ok)
     assert (np.asarray(again.tokens) == -1).all()
     assert bench.state.remaining.tolist()[:2] == [18, 18]
     assert bench.cache.seq_len.tolist()[:2] == [8, 8]
     bench.cache, bench.state = _empty(bench.cache, bench.state, np.arange(SLOTS) == 2)
-    report = bench.visit(0, 1, 9, 9)
+    report = bench.loop(0, 1, 9, 9)
     assert bool(report.ok)
     for slot in (0, 1):
         assert np.asarray(report.tokens)[:, slot].tolist() == text[slot][2:6]
@@ -276,7 +276,7 @@ def test_a_report_counts_what_the_cache_holds(bench):
     bench.start(0, SHORT, remaining=7)
     bench.start(1, LONG, remaining=30)
     bench.start(2, OTHER, remaining=2)
-    report = bench.visit(2, 0, 9, 1, limit=3)
+    report = bench.loop(2, 0, 9, 1, limit=3)
     kvs = np.asarray(bench.cache.context_len).sum(axis=(1, 2))
     assert kvs.tolist() == [HEADS * 9, HEADS * 14, HEADS * 10, 0]
     assert report.kvs.tolist() == [HEADS * n for n in (10, 9, 0, 14)]
@@ -287,7 +287,7 @@ def test_a_report_counts_what_the_cache_holds(bench):
     assert report.growth.tolist() == [0, 0, 0, HEADS]
     assert bench.state.remaining.tolist()[:2] == [3, 26]
     # From 10 to 12, and from 15 to 19.
-    assert bench.visit(2, 0, 9, 1, limit=1).growth.tolist() == [0, 0, 0, HEADS]
+    assert bench.loop(2, 0, 9, 1, limit=1).growth.tolist() == [0, 0, 0, HEADS]
 
 
 def test_emptied_slots_do_not_run(bench):
@@ -297,7 +297,7 @@ def test_emptied_slots_do_not_run(bench):
     bench.cache, bench.state = _empty(bench.cache, bench.state, marked)
     assert bench.state.active.tolist() == [False, True, False, False]
     assert bench.cache.context_len.sum(axis=(1, 2)).tolist() == [0, HEADS * 11, 0, 0]
-    tokens = np.asarray(bench.visit(0, 1, 9, 9).tokens)
+    tokens = np.asarray(bench.loop(0, 1, 9, 9).tokens)
     assert (tokens[:, 0] == -1).all()
     assert tokens[:, 1].tolist() == bench.dense(LONG, count=5)[1:]
 
@@ -307,7 +307,7 @@ def test_compression_keeps_each_sequences_newest(bench):
     method = dataclasses.replace(METHOD, protected=0, sinks=0)
     for slot, prompt in ((0, LONG), (1, LONG), (2, SHORT)):
         bench.start(slot, prompt)
-    bench.visit(0, 1, 9, 9)  # 15 KVs per head
+    bench.loop(0, 1, 9, 9)  # 15 KVs per head
     slots, keep = np.asarray([1, 9, 0, 9], np.int32), np.full(4, 2 * HEADS, np.int32)
     protected = np.asarray([7, 0, 1, 0], np.int32)
     before = bench.cache
@@ -337,7 +337,7 @@ def test_the_longest_of_unequal_heads_is_reported(bench):
     short = cache.context_len.at[0, 1, 0].add(-BLOCK)
     table = cache.block_table.at[0, 1, 0, 2].set(BLOCKS)
     bench.cache = dataclasses.replace(cache, context_len=short, block_table=table)
-    report = bench.visit(0, limit=1)
+    report = bench.loop(0, limit=1)
     lengths = np.asarray(bench.cache.context_len[0])
     assert lengths.min() + BLOCK == lengths.max() == len(LONG) + 1
     assert report.longest.tolist() == [lengths.max()]
