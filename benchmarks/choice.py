@@ -121,14 +121,14 @@ class Comparison:
 
     def look(self, tokens: Any) -> Pass:
         """Run a prompt and its answer with the full cache."""
-        from kvjax.eval.sizes import bucket
+        from kvjax.eval.sizes import padded_size
         from kvjax.eval.told import scored_tokens
 
         everything = np.concatenate([tokens.prompt, tokens.target[:-1]])
         counts = scored_tokens(tokens.answers)
-        at = np.pad(counts, (0, bucket(len(counts), 8) - len(counts)), mode="edge")
+        at = np.pad(counts, (0, padded_size(len(counts), 8) - len(counts)), mode="edge")
         at = (at + len(tokens.prompt) - 1).astype(np.int32)
-        padded = np.pad(everything, (0, bucket(len(everything), 128) - len(everything)))
+        padded = np.pad(everything, (0, padded_size(len(everything), 128) - len(everything)))
         dense = self._dense(self.model.params, padded.astype(np.int32), at)
         return Pass(tokens, everything, counts, at, dense)
 
@@ -146,11 +146,11 @@ class Comparison:
     def compare(self, of: Pass, cut: int, rates: Sequence[float]) -> Iterator[dict[str, Any]]:
         """What every calibration keeps of the first `cut` tokens at every rate, and what is said
         behind that: a dictionary for each."""
-        from kvjax.eval.sizes import bucket
+        from kvjax.eval.sizes import padded_size
         from kvjax.eval.told import forced
 
         chunk = of.everything[cut:]
-        said = np.pad(chunk, (0, bucket(max(1, len(chunk)), 16) - len(chunk))).astype(np.int32)
+        said = np.pad(chunk, (0, padded_size(max(1, len(chunk)), 16) - len(chunk))).astype(np.int32)
         true = of.tokens.target[of.counts]
         full = np.asarray(of.dense.logits).argmax(axis=-1)
         for name in self.arrays:

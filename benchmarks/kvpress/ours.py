@@ -12,7 +12,7 @@ from kvjax.cache import get_method, init_cache, rate_blocks, write_survivors
 from kvjax.engine.dense import dense_pass
 from kvjax.errors import UserError
 from kvjax.eval import passes
-from kvjax.eval.sizes import bucket
+from kvjax.eval.sizes import padded_size
 
 MOST_DIFFERENCE = 0.05
 """Largest difference of two logits up to which both models are the same in float32."""
@@ -21,7 +21,7 @@ MOST_DIFFERENCE = 0.05
 def kept_positions(evaluator: Any, row: Any, tokens: Any, cut: int, wanted: list[Any]) -> list[Any]:
     """Positions that each (layer, head) keeps under each variant, in the layout's order."""
     config, b = evaluator.model.config, evaluator.config.block_size
-    size = bucket(cut, 128)
+    size = padded_size(cut, 128)
     padded = np.zeros(size, np.int32)
     padded[:cut] = tokens.prompt[:cut]
     dense = jax.jit(functools.partial(dense_pass, config))(

@@ -42,8 +42,8 @@ from kvjax.cli.models import (
     check_model_options,
     chosen_calibration,
     chosen_draft,
+    chosen_method,
     load_chosen_model,
-    usual_method,
 )
 from kvjax.cli.progress import Progress
 from kvjax.cli.told import Shown, print_table, report, tell_reached_rate
@@ -183,7 +183,7 @@ def tokenise(options: argparse.Namespace, tokenizer: Any) -> list[int]:
     return tokenizer.chat(messages)
 
 
-def settings_of(options: argparse.Namespace) -> tuple[CompressionConfig, SamplingParams]:
+def request_settings(options: argparse.Namespace) -> tuple[CompressionConfig, SamplingParams]:
     """What the options ask of the cache and of the sampler.
 
     Raises:
@@ -254,7 +254,7 @@ def make_engine(
     from kvjax.engine import LLM, pool_tokens_for
     from kvjax.eval.sizes import cache_spec
 
-    compression, sampling = settings_of(options)
+    compression, sampling = request_settings(options)
     limit = options.context_length or model.config.max_position_embeddings
     if prompt_tokens + sampling.max_tokens > limit:
         room, rest = limit - sampling.max_tokens, limit - prompt_tokens
@@ -328,7 +328,7 @@ def run(options: argparse.Namespace) -> int:
     from kvjax.eval.plots import check_picture, plot_kept
 
     # What can be refused without a model is refused before one is loaded.
-    check_draft(options, [settings_of(options)[0].resolved])
+    check_draft(options, [request_settings(options)[0].resolved])
     check_cache_dtypes([options.cache_dtype])
     check_model_options(options)
     sizes_of(options)
@@ -343,7 +343,7 @@ def run(options: argparse.Namespace) -> int:
     seconds = {"load": time.perf_counter() - start}
     prompt = np.asarray(tokenise(options, model.tokenizer), np.int32)
     if options.method is None:
-        options.method = usual_method(options, model, progress)
+        options.method = chosen_method(options, model, progress)
     llm, sampling = make_engine(options, model, len(prompt), progress)
     show = Shown(sys.stderr if options.json else sys.stdout)
     output, status = answer(llm, prompt, sampling, show, progress)

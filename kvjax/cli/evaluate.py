@@ -46,9 +46,9 @@ from kvjax.cli.models import (
     check_model_options,
     chosen_calibration,
     chosen_draft,
+    chosen_method,
     load_chosen_model,
     runnable,
-    usual_method,
 )
 from kvjax.cli.papers import chosen_table
 from kvjax.cli.progress import Progress, TimeLeft, spell
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
     from kvjax.cache.config import CALIBRATED
     from kvjax.cache.methods import get_method
     from kvjax.checks import check_whole
-    from kvjax.engine.parallel import check_method
+    from kvjax.engine.parallel import check_on_devices
     from kvjax.eval.prompt_codecs import PROMPT_CODECS
     from kvjax.eval.run import variants_of
     from kvjax.eval.sizes import EvaluatorConfig
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
     methods, rates = [CALIBRATED] if auto else _methods(options), rates_of(options.rates)
     variants = variants_of(methods, rates, stored) if paper is None else paper.variants
     for name in dict.fromkeys(variant.method for variant in variants):
-        check_method(get_method(name), options.tensor_parallel)
+        check_on_devices(get_method(name), options.tensor_parallel)
     for variant in variants:
         variant.check(options.tensor_parallel)
     protocols = choose_protocols(options.protocols)
@@ -281,7 +281,7 @@ def prepared(
 
     model, dtype = load_chosen_model(options, progress)
     if auto:
-        usual = usual_method(options, model, progress)
+        usual = chosen_method(options, model, progress)
         variants = [
             dataclasses.replace(v, method=usual) if v.method == CALIBRATED else v for v in variants
         ]

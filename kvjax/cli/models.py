@@ -255,7 +255,7 @@ def runnable(
     return names
 
 
-def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Progress) -> str:
+def chosen_method(options: argparse.Namespace, model: "LoadedModel", progress: Progress) -> str:
     """The method where none is chosen: one that needs no question, for a model that is calibrated.
 
     The calibration becomes the option's value, so that it is looked up once. A model that has none
@@ -266,8 +266,7 @@ def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Pr
     """
     import jax
 
-    from kvjax.cache.config import CALIBRATED
-    from kvjax.cache.config import usual_method as of_arrays
+    from kvjax.cache.config import CALIBRATED, usual_method
     from kvjax.cache.methods import get_method
     from kvjax.engine.calibrate.shelf import AUTO, NONE, find
 
@@ -281,7 +280,7 @@ def usual_method(options: argparse.Namespace, model: "LoadedModel", progress: Pr
     else:
         found = chosen_calibration(options, model, [get_method(CALIBRATED)], progress)
     options.calibration = found or NONE
-    return of_arrays(found.arrays if found else ())
+    return usual_method(found.arrays if found else ())
 
 
 def check_model_options(options: argparse.Namespace) -> None:

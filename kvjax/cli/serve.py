@@ -33,8 +33,8 @@ from kvjax.cli.models import (
     check_model_options,
     chosen_calibration,
     chosen_draft,
+    chosen_method,
     load_chosen_model,
-    usual_method,
 )
 from kvjax.cli.processes import add_process_options, follow, joined, lead
 from kvjax.cli.progress import Progress
@@ -362,7 +362,7 @@ def _model(options: argparse.Namespace, progress: Progress) -> LoadedModel:
     """The model; from here on the options name a method."""
     model, _ = load_chosen_model(options, progress)
     if options.method is None:
-        options.method = usual_method(options, model, progress)
+        options.method = chosen_method(options, model, progress)
     return model
 
 

@@ -213,7 +213,7 @@ class Agreement:
             yield known[name][0], reason, error
 
 
-def settings_of(llm: "LLM", calibration: Calibration | None) -> dict[str, Any]:
+def agreed_settings(llm: "LLM", calibration: Calibration | None) -> dict[str, Any]:
     """What has to be the same in all processes of an engine, by name."""
     compression, config = _fields(llm.compression), _fields(llm.config)
     del config["max_waiting"]  # the first process has the queue

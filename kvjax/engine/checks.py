@@ -6,8 +6,8 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy.method import OF_THE_MODEL
 from kvjax.checks import shown
-from kvjax.engine.parallel import check_method as check_on_devices
-from kvjax.engine.prefixes import settings_of
+from kvjax.engine.parallel import check_on_devices
+from kvjax.engine.prefixes import sharing_of
 from kvjax.engine.prompts import Prompt, token_ids
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
@@ -52,7 +52,7 @@ def checked_request(
         name, order, tokens, sampling, compression, method, budget,
         llm.plan.heads, llm.plan.spec.block_size, method.decode,
     )  # fmt: skip
-    request.sharing = settings_of(llm.config.share_prefix, compression, method)
+    request.sharing = sharing_of(llm.config.share_prefix, compression, method)
     request.stats.rate = compression.reached_rate(*size)
     check_method(llm, request)
     needs = request.blocks_to_finish(llm.scheduler.chunk_in_pool(request, request.remaining))

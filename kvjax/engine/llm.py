@@ -15,7 +15,7 @@ from kvjax.cache import Codec, CompressionConfig, Method
 from kvjax.cache.calibration import Calibration
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
 from kvjax.engine import processes, retaining, warming
-from kvjax.engine.agreement import Agreement, plain_compression, settings_of
+from kvjax.engine.agreement import Agreement, agreed_settings, plain_compression
 from kvjax.engine.building import build
 from kvjax.engine.checks import checked_request
 from kvjax.engine.config import EngineConfig
@@ -82,7 +82,7 @@ class LLM:
         self.recovery = Recovery(self.engine)
         self.scheduler, self.metrics = self.engine.scheduler, self.engine.metrics
         if (together := processes.current()) is not None:
-            together.compare(settings_of(self, built.calibration))
+            together.compare(agreed_settings(self, built.calibration))
             self.engine.agreement = Agreement(self, together)
             self.worker.compiled.meet = together.meet
         self._order = itertools.count()

@@ -134,7 +134,7 @@ class Parallel:
         if devices == 1:
             return None
         for method in methods:
-            check_method(method, devices)
+            check_on_devices(method, devices)
         return cls(model, dealing or dealing_of(model, devices, load, replicas), methods)
 
     # What lies on the devices
@@ -390,7 +390,7 @@ def check_replicas(devices: int, replicas: int, model: ModelConfig | None = None
         )
 
 
-def check_method(method: Method, devices: int) -> None:
+def check_on_devices(method: Method, devices: int) -> None:
     """Raise `UserError` where a method cannot run on several devices."""
     if devices > 1 and method.across_heads:
         why = "its scores join heads that lie on several devices"

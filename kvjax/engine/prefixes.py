@@ -133,7 +133,7 @@ class Prefixes:
         self._rows.append(prefix.row)
 
 
-def settings_of(share: str, compression: CompressionConfig, method: Method) -> Hashable | None:
+def sharing_of(share: str, compression: CompressionConfig, method: Method) -> Hashable | None:
     """What the KVs of a prompt depend on, beside its tokens and what an engine has one of.
 
     Args:

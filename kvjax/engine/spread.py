@@ -16,7 +16,7 @@ from kvjax.cache import PagedCache, init_cache
 from kvjax.cache.policy import Method
 from kvjax.cache.store import HeadShard
 from kvjax.engine.dense import DensePass
-from kvjax.engine.parallel import AXIS, SAME, Parallel, check_method
+from kvjax.engine.parallel import AXIS, SAME, Parallel, check_on_devices
 from kvjax.engine.probe import probe_artefacts
 from kvjax.models import LoadedModel
 
@@ -65,7 +65,7 @@ class Spread:
     def check_method(self, method: Method) -> None:
         """Raise `UserError` where a method cannot run on so many devices."""
         if self.parallel is not None:
-            check_method(method, self.parallel.dealing.devices)
+            check_on_devices(method, self.parallel.dealing.devices)
 
     def specs(self, tree: Any) -> Any:
         """How arrays lie; what lies on no mesh, every device gets."""

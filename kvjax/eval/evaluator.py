@@ -27,11 +27,11 @@ from kvjax.engine.spread import DENSE, Spread, by_heads
 from kvjax.errors import UserError
 from kvjax.eval import passes, told
 from kvjax.eval.cuts import Cut
-from kvjax.eval.probing import Probing
+from kvjax.eval.probing import Probes
 from kvjax.eval.prompt_rows import PromptRows
 from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import needs_answer
-from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, cache_spec
+from kvjax.eval.sizes import EvaluatorConfig, Variant, cache_spec, padded_size
 from kvjax.models import LoadedModel
 from kvjax.models.rope import rope_artefacts
 
@@ -54,7 +54,7 @@ class Evaluator:
         """Arrays by name, for methods that read them: calibrated ones, and RoPE's frequencies."""
         self.of_weights = functools.cache(lambda codec: codec.from_weights(model))
         self.spec = cache_spec(model, config.block_size)
-        self.probing = Probing(model, self.spread, draft)
+        self.probing = Probes(model, self.spread, draft)
         self.compile_seconds = 0.0
         self.limit = config.context_length or model.config.max_position_embeddings
         self._compiled: dict[Any, Callable] = {}
@@ -198,9 +198,9 @@ class RowRun:
         self.free_tokens = 0 if row.metric == "nll" or not config.free_tokens else min(free, room)
         # Target tokens that count.
         self.scored = told.scored_tokens(self.answers)
-        self.num_target = bucket(len(self.scored), 8)
+        self.num_target = padded_size(len(self.scored), 8)
         everything = np.concatenate([self.prompt, self.target[:-1]])
-        self.size = bucket(len(everything), 128)
+        self.size = padded_size(len(everything), 128)
         padded = np.zeros(self.size, np.int32)
         padded[: len(everything)] = everything
         self.everything = everything
@@ -228,11 +228,11 @@ class RowRun:
         """Results of the variants for the prompt compressed after `cut` tokens."""
         chunk = self.everything[cut:]
         fed = len(self.prompt) - cut
-        room = bucket(max(1, len(chunk)), 8)
+        room = padded_size(max(1, len(chunk)), 8)
         growth = max(fed + self.new_tokens, self.answers[-1].opened - cut + self.free_tokens)
         # A block more: what a head holds of the prompt need not end with a full one.
         spare = self.evaluator.config.block_size
-        most = self.size + bucket(max(1, growth), 64) + spare
+        most = self.size + padded_size(max(1, growth), 64) + spare
         cuts = Cut(self, cut, chunk, fed, room, growth)
         for stored in dict.fromkeys(variant.cache_dtype for variant in variants):
             cache = self.evaluator.empty_cache(most, stored)
@@ -266,7 +266,7 @@ class RowRun:
         and the seconds it took; once per pruner and observer."""
         evaluator, key = self.evaluator, (method.observer, method.pruner)
         if key not in self.metrics:
-            padded = np.zeros(bucket(cut, 128), np.int32)
+            padded = np.zeros(padded_size(cut, 128), np.int32)
             padded[:cut] = self.everything[:cut]
             fn = functools.partial(prefill_narrowing, evaluator.spread.config, *key)
             args = (self.model.params, evaluator.artefacts, padded, np.int32(cut))
@@ -293,8 +293,8 @@ def _own_answer(evaluator: Evaluator, row: Row, tokens: TokenRow) -> np.ndarray:
     asked = dataclasses.replace(row, metric="nll", target="?")
     run = RowRun(evaluator, asked, dataclasses.replace(tokens, target=target))
     end = len(run.prompt)
-    cut = Cut(run, end, run.everything[end:end], 0, bucket(1, 8), most)
-    room = run.size + bucket(most, 64) + evaluator.config.block_size
+    cut = Cut(run, end, run.everything[end:end], 0, padded_size(1, 8), most)
+    room = run.size + padded_size(most, 64) + evaluator.config.block_size
     cache, _, _ = cut.admit(evaluator.empty_cache(room), [Variant("full", 1.0)])
     first = np.full(evaluator.config.num_slots, run.full_top[0])
     cache, said, _ = cut._decode(cache, None, first, 1, 0, most)

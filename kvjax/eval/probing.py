@@ -18,7 +18,7 @@ from kvjax.engine.draft import Draft
 from kvjax.engine.parallel import SAME
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.spread import Spread, by_heads
-from kvjax.eval.sizes import bucket
+from kvjax.eval.sizes import padded_size
 from kvjax.models import LoadedModel
 
 
@@ -41,7 +41,7 @@ def _draft(config, most, params, dense, length, tokens, count, eos_ids):
     return behind.draft(config, most, params, _held(dense, None, length), tokens, count, eos_ids)
 
 
-class Probing:
+class Probes:
     """A model and what its probes need, each made when it is first asked for."""
 
     def __init__(self, model: LoadedModel, spread: Spread, draft: Draft | None = None):
@@ -71,7 +71,7 @@ class Probing:
         for one in method.scorer.probes(prompt, self.bench):
             scorer = method.scorer.behind(one)
             artefacts = self.artefacts if scorer.artefacts else {}
-            tokens = np.zeros(bucket(len(one), 128), np.int32)
+            tokens = np.zeros(padded_size(len(one), 128), np.int32)
             if one.drafted and self.draft is not None:
                 self.draft.check(len(prompt), one.drafted)
                 start = time.perf_counter()

@@ -12,7 +12,7 @@ from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.prompt_codecs import PROMPT_CODECS
 from kvjax.eval.results import ResultsFile
 from kvjax.eval.rows import Row, Skipped, TokenRow
-from kvjax.eval.sizes import Variant, bucket
+from kvjax.eval.sizes import Variant, padded_size
 from kvjax.models.hub import Progress
 
 
@@ -71,7 +71,9 @@ def tokenised(
         why = skipped.reasons[-1] if skipped.reasons else "tasks and files have none"
         raise UserError(f"no row is left: {why}")
     # Rows of one size side by side, so that the cache is laid out once for all of them.
-    return sorted(ready.values(), key=lambda r: bucket(len(r[1].prompt) + len(r[1].target), 128))
+    return sorted(
+        ready.values(), key=lambda r: padded_size(len(r[1].prompt) + len(r[1].target), 128)
+    )
 
 
 def digest(tokens: TokenRow) -> str:

@@ -109,7 +109,7 @@ class EvaluatorConfig:
                 check_whole(name, value, 1)
 
 
-def bucket(size: int, least: int) -> int:
+def padded_size(size: int, least: int) -> int:
     """The padded size of so many tokens: at most a quarter more, and few different ones."""
     step = max(least, 2 ** max(0, size.bit_length() - 3))
     return -(-size // step) * step

@@ -17,7 +17,7 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.config import CALIBRATED, UNCALIBRATED
 from kvjax.cli import Progress, main_of
 from kvjax.cli.main import run_command
-from kvjax.cli.models import chosen_calibration, usual_method
+from kvjax.cli.models import chosen_calibration, chosen_method
 from kvjax.engine.calibrate import shelf
 from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
@@ -393,13 +393,13 @@ def test_the_calibration_of_the_usual_method_is_looked_up_once(tiny_folder, monk
     monkeypatch.setattr(shelf, "find", lambda of: asked.append(of) or found)
     options = argparse.Namespace(calibration="auto", dummy_weights=False)
     with Progress() as progress:
-        name = usual_method(options, model, progress)
+        name = chosen_method(options, model, progress)
         assert name == (CALIBRATED if there else UNCALIBRATED)
         given = chosen_calibration(options, model, [get_method(name)], progress)
         assert given is found
         assert len(asked) == 1
         choice = argparse.Namespace(calibration="none", dummy_weights=False)
-        assert usual_method(choice, model, progress) == UNCALIBRATED
+        assert chosen_method(choice, model, progress) == UNCALIBRATED
         assert len(asked) == 1
 
 
@@ -416,7 +416,7 @@ def test_a_model_without_a_calibration_is_calibrated_at_first_use(
     monkeypatch.setattr("kvjax.cli.models.CALIBRATES_ITSELF", (10**3, 10**9))
     options = argparse.Namespace(calibration="auto", dummy_weights=dummy)
     with Progress() as progress:
-        assert usual_method(options, model, progress) == (UNCALIBRATED if dummy else CALIBRATED)
+        assert chosen_method(options, model, progress) == (UNCALIBRATED if dummy else CALIBRATED)
     assert len(asked) == 1
     said = capsys.readouterr().err
     assert ("is calibrated once, on texts of this package" in said) is not dummy
@@ -424,4 +424,4 @@ def test_a_model_without_a_calibration_is_calibrated_at_first_use(
     monkeypatch.setattr("kvjax.cli.models.CALIBRATES_ITSELF", (10**7, 10**9))
     options = argparse.Namespace(calibration="auto", dummy_weights=False)
     with Progress() as progress:
-        assert usual_method(options, model, progress) == UNCALIBRATED
+        assert chosen_method(options, model, progress) == UNCALIBRATED

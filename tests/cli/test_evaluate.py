@@ -205,7 +205,7 @@ def test_the_usual_method_is_that_of_decode(tiny, prompts, tmp_path, monkeypatch
     given = ("--prompts", prompts, "--rates", "2", "--methods", "auto")
     assert evaluate.USUAL["methods"] == "auto"
     assert tiny(*given)[0] == 0
-    monkeypatch.setattr(evaluate, "usual_method", lambda *_: "tova")
+    monkeypatch.setattr(evaluate, "chosen_method", lambda *_: "tova")
     assert tiny(*given)[0] == 0
     methods = {row["method"] for row in read(tmp_path / "r.jsonl")}
     assert methods == {"full", UNCALIBRATED, "tova"}

@@ -16,7 +16,7 @@ from kvjax.cache.methods import get_method
 from kvjax.engine import prefix_files, retaining
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM
-from kvjax.engine.prefixes import Prefixes, settings_of
+from kvjax.engine.prefixes import Prefixes, sharing_of
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import init_params
@@ -164,10 +164,10 @@ def test_methods_that_look_at_the_question_share_only_where_asked(tiny_params):
 def test_methods_that_score_held_kvs_anew_share_nothing():
     """They would do so in blocks that others own, too."""
     method, settings = get_method("triattention"), CompressionConfig("triattention", rate=2)
-    assert settings_of("auto", settings, method) is None
-    assert settings_of("always", settings, method) is None
+    assert sharing_of("auto", settings, method) is None
+    assert sharing_of("always", settings, method) is None
     norms = get_method("key-norm")
-    assert settings_of("auto", settings, norms) is settings
+    assert sharing_of("auto", settings, norms) is settings
 
 
 def test_retained_prefixes_go_first_when_blocks_are_needed(tiny_params, chained):

@@ -19,7 +19,7 @@ from kvjax.engine.dense import dense_pass
 from kvjax.engine.draft import Draft, check_same
 from kvjax.engine.key_similarity import Blocks, key_similarity
 from kvjax.engine.needs import needs_of
-from kvjax.engine.parallel import check_method
+from kvjax.engine.parallel import check_on_devices
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.probe import draft
 from kvjax.errors import UserError
@@ -373,7 +373,7 @@ def test_epicache_is_refused_where_it_cannot_run(tiny):
     with pytest.raises(UserError, match=r"^method epicache reads key_similarity, [^\n]*methods="):
         llm.add_request(PROMPT, greedy(2), settings)
     with pytest.raises(UserError, match=r"^method epicache with tensor_parallel 2: [^\n]*$"):
-        check_method(get_method("epicache"), 2)
-    check_method(get_method("speckv"), 2)
+        check_on_devices(get_method("epicache"), 2)
+    check_on_devices(get_method("speckv"), 2)
     with pytest.raises(UserError, match=r"^method epicache runs .*: 161 tokens .* is 160; "):
         engine(tiny.model, "epicache").add_request(PROMPT, greedy(61))

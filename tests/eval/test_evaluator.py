@@ -12,9 +12,9 @@ from kvjax.engine.decode import decode_step as decode_one
 from kvjax.engine.prefill import prefill as run_prompt
 from kvjax.errors import UserError
 from kvjax.eval.evaluator import Evaluator
-from kvjax.eval.probing import Probing
+from kvjax.eval.probing import Probes
 from kvjax.eval.rows import PROTOCOLS, Turn
-from kvjax.eval.sizes import EvaluatorConfig, Variant, bucket, slots_for
+from kvjax.eval.sizes import EvaluatorConfig, Variant, padded_size, slots_for
 from tests.eval.conftest import TINY, make_row
 from tests.models.decoder_helpers import dense_scores
 
@@ -62,13 +62,13 @@ def test_a_method_without_its_calibration_is_refused(evaluator):
 def test_prompts_are_repeated_once_per_method_and_cut(evaluator, monkeypatch):
     """Whatever the rates; what is kept are as many KVs as with any method, and others by each."""
     asked = []
-    scores = Probing.scores
+    scores = Probes.scores
 
     def noted(self, timed, method, dense, prompt):
         asked.append((method.name, len(prompt)))
         return scores(self, timed, method, dense, prompt)
 
-    monkeypatch.setattr(Probing, "scores", noted)
+    monkeypatch.setattr(Probes, "scores", noted)
     row = make_row(context="It was the age of wisdom, it was the age of foolishness. " * 6)
     names = ("kvzip", "kvzip-plus", "wide-pool")
     variants = [Variant(name, rate) for name in names for rate in (1.5, 2.0)]
@@ -404,7 +404,7 @@ def test_one_slot_suffices(tiny_model):
     row = make_row(context="word" * 25, answer_prefix="", target=" ", metric="f1")
     # As long as a padded prompt can be, so that nothing is to spare.
     alone = Evaluator(tiny_model, dataclasses.replace(CONFIG, num_slots=1))
-    assert len(alone.tokenise(row).prompt) == bucket(128, 128) == 128
+    assert len(alone.tokenise(row).prompt) == padded_size(128, 128) == 128
     result = run_row(alone, row, ["prompt"], [Variant("full", 1.0)])["prompt", "full", 1.0]
     assert len(result["answer"]) == 64
     assert result["kvs"] == HEADS * 128
@@ -442,9 +442,9 @@ def test_rates_mean_what_they_say():
 
 def test_padding_is_at_most_a_quarter():
     for size in range(1, 5000, 7):
-        padded = bucket(size, 16)
+        padded = padded_size(size, 16)
         assert size <= padded <= max(size + 15, 1.25 * size)
-    assert len({bucket(size, 128) for size in range(1, 8192)}) < 30
+    assert len({padded_size(size, 128) for size in range(1, 8192)}) < 30
 
 
 def test_sizes_that_cannot_be():
