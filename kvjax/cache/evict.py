@@ -33,6 +33,8 @@ from kvjax.cache.store import (
 
 NOTHING: Artefacts = MappingProxyType({})
 """No calibrated arrays."""
+LOWEST = -1e30
+"""The least eviction score."""
 MAX_KVS_PER_STEP = 5_000_000
 """KVs whose metrics are sorted at once; more are sorted in several rounds, none is left out."""
 
@@ -122,7 +124,8 @@ def eviction_scores(
     seq_len: Int32[Array, "*rows H"],
     protected: Int32[Array, "..."] | int,
 ) -> tuple[Float[Array, "*rows H T"], Float[Array, "*rows H T"]]:
-    """The scores by which KVs are evicted, +inf where a KV may not be (`evictable_kvs`).
+    """The scores by which KVs are evicted, +inf where a KV may not be (`evictable_kvs`), −inf as
+    `LOWEST`.
 
     The second axis from the right holds the heads of one layer. Returns the scores, and the same
     before a method's pages were joined.
@@ -140,6 +143,9 @@ def eviction_scores(
     rank = metric
     if method.scorer is not None:
         rank = method.scorer.rank(metric, state, position, seq_len)
+    # What is no number tells no order; of −inf sums are made, and −inf stands for none that go.
+    evictable = evictable & ~jnp.isnan(rank)
+    rank = jnp.maximum(rank, LOWEST)
     return method.selector.eviction_scores(rank, evictable, position)
 
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -438,4 +439,6 @@ class AsyncOutputs(AsyncIterator[RequestOutput]):
         self.close()
 
     def __del__(self):
-        self._end()
+        # Once the interpreter ends, what ending needs may be gone before this is.
+        if not sys.is_finalizing():
+            self._end()

@@ -11,7 +11,9 @@ import jax
 import numpy as np
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.config import as_method
 from kvjax.cache.files import read_arrays, write_arrays
+from kvjax.cache.methods import METHODS
 from kvjax.checks import shown
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
@@ -28,7 +30,8 @@ class Kind:
     """Its hash; see `kvjax.models.model_hash`: the same whatever its weights were narrowed to."""
     weight_dtype: str | None
     """What they were narrowed to: keys and values differ then."""
-    settings: str
+    settings: dict[str, Any]
+    """Of its compression, as JSON has them; nothing where nothing is evicted."""
     calibration: str
     """Hash of the arrays that the method reads."""
     cache_dtype: str
@@ -36,7 +39,11 @@ class Kind:
 
     @classmethod
     def of(cls, model: LoadedModel, worker: Worker, settings: Hashable) -> "Kind":
-        """Those of an engine."""
+        """Those of an engine.
+
+        Raises:
+            UserError: the method is one of its own whose parts have no text that is theirs alone.
+        """
         digest = hashlib.sha256()
         names = settings.resolved.artefacts if isinstance(settings, CompressionConfig) else ()
         for name in names:
@@ -44,9 +51,27 @@ class Kind:
         spec = worker.cache.spec
         codec = f"{spec.codec.name} of {spec.codec.dtype}"
         return cls(
-            model.fingerprint, model.config.weight_dtype, repr(settings), digest.hexdigest()[:16],
-            codec, spec.block_size,
+            model.fingerprint, model.config.weight_dtype, _told(settings),
+            digest.hexdigest()[:16], codec, spec.block_size,
         )  # fmt: skip
+
+
+def _told(settings: Hashable) -> dict[str, Any]:
+    """Equal settings, however they were given, are told alike."""
+    if not isinstance(settings, CompressionConfig):
+        return {}
+    told = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    method = as_method(settings.method)
+    if METHODS.get(method.name) == method:
+        told["method"] = method.name
+    else:
+        told["method"] = repr(method)
+        if " at 0x" in told["method"]:
+            raise UserError(
+                f"method {method.name}: a file tells it by what its parts print, and one of them "
+                "prints its place in memory: make them frozen dataclasses of plain values"
+            )
+    return told | {"rate": None if settings.rate is None else float(settings.rate)}
 
 
 def write(
@@ -89,9 +114,15 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.nda
 
 def check(path: str | os.PathLike[str], found: Mapping[str, Any], wanted: Kind) -> None:
     """Raise `UserError` unless a prefix is of this kind; names the first thing that differs."""
-    for name, value in dataclasses.asdict(wanted).items():
-        if found.get(name) != value:
+    here, there = dataclasses.asdict(wanted), dict(found)
+    own, others = here.pop("settings"), there.pop("settings", None)
+    if not isinstance(others, dict):
+        raise UserError(f"prefix {path}: another release wrote it; save it again with this one")
+    here, there = {**here, **own}, {**there, **others}
+    # One of the two may be of a cache that nothing is evicted from.
+    for name in dict.fromkeys((*here, *there)):
+        if here.get(name) != there.get(name):
             raise UserError(
-                f"prefix {path}: its {name} is {shown(found.get(name))}, here it is "
-                f"{shown(value)}; save one with these settings"
+                f"prefix {path}: its {name} is {shown(there.get(name))}, here it is "
+                f"{shown(here.get(name))}; save one with these settings"
             )

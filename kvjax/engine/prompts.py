@@ -44,7 +44,10 @@ def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         wrong = _beyond_arrays(prompt, vocab_size)
         if wrong is None:
-            raise UserError(f"the prompt is {type(prompt).__name__}: give a text or token ids")
+            kind = f" of {tokens.dtype.name}" if tokens.ndim == 1 else ""
+            raise UserError(
+                f"the prompt is {type(prompt).__name__}{kind}: give a text or token ids"
+            )
     else:
         wrong = next(iter(tokens[(tokens < 0) | (tokens >= vocab_size)].tolist()), None)
     if wrong is not None:

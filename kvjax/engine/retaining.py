@@ -14,7 +14,7 @@ from kvjax.engine import prefix_files
 from kvjax.engine.checks import checked_request
 from kvjax.engine.interrupts import held
 from kvjax.engine.prefix_files import Kind
-from kvjax.engine.prefixes import Prefix
+from kvjax.engine.prefixes import Prefix, sharing_of
 from kvjax.engine.prompts import Prompt
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
@@ -34,10 +34,14 @@ def retain(llm: "LLM", prompt: Prompt, compression: CompressionConfig | None) ->
     compression = llm.compression if compression is None else compression
     request = checked_request(llm, prompt, SHORTEST, compression, "prefix", -1)
     if request.sharing is None:
+        ways = [
+            f"EngineConfig(share_prefix={share!r})"
+            for share in ("auto", "always")
+            if sharing_of(share, request.compression, request.method) is not None
+        ]
         raise UserError(
             f"method {request.method.name} shares no prefixes with share_prefix "
-            f"{llm.config.share_prefix!r}: give EngineConfig(share_prefix='always'), or another "
-            "method"
+            f"{llm.config.share_prefix!r}: give {ways[0] if ways else 'another method'}"
         )
     tokens = request.prompt
     outputs: list[RequestOutput] = []
@@ -115,6 +119,9 @@ def read(
         arrays = typed(worker.cache, {n.removeprefix("held."): x for n, x in arrays.items()})
         if int(arrays["seq_len"]) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens, and KVs of {int(arrays['seq_len'])}")
+        size = llm.model.config.vocab_size
+        if logits is not None and logits.shape != (size,):
+            raise ValueError(f"logits {list(logits.shape)}, of a vocabulary of {size}")
     except ValueError as error:
         raise UserError(f"prefix {path}: {error}; save it again with this engine") from None
     return Saved(path, tokens, settings, logits, arrays)

@@ -1,5 +1,6 @@
 """The outputs of some requests as an iterator."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -60,7 +61,9 @@ class OutputStream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self):
-        self.close()
+        # Once the interpreter ends, what closing needs may be gone before this is.
+        if not sys.is_finalizing():
+            self.close()
 
 
 def refused(name: str, error: str) -> RequestOutput:

@@ -1,6 +1,7 @@
 """A method in a file of its own does all that one of ours does; see `own_method`."""
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
+from kvjax.cache.evict import LOWEST, eviction_scores
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy import Allocator, DecodeRule, LayerView
 from kvjax.cache.policy.method import PLAIN, AttentionScorer, Method
@@ -139,6 +141,86 @@ def test_what_it_needs_is_asked_for(tiny_params):  # noqa: F811
         room.add_request(prompt, greedy(), asked)
     with pytest.raises(UserError, match=r"^no method 'yours'"):
         EngineConfig(methods=("yours",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Says(AttentionScorer):
+    window: int = 3
+    what: str = ""
+
+    def score(self, view, artefacts):
+        size = (view.num_heads, view.k.shape[0])
+        return {
+            "lower": kv.Scores(jnp.where(jnp.arange(size[1]) % 2 == 0, -jnp.inf, jnp.ones(size))),
+            "turned": kv.Scores(jnp.ones(size[::-1])),
+            "whole": kv.Scores(jnp.ones(size, jnp.int32)),
+            "nothing": kv.Scores(None),  # type: ignore[arg-type]
+            "metric": jnp.ones(size),
+        }[self.what]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("turned", r"score gave a metric float32 \[\d+, 2\]"),
+        ("whole", r"score gave a metric int32 \[2, \d+\]"),
+        ("nothing", "score gave Scores"),
+        ("metric", r"score gave "),
+    ],
+)
+def test_scores_that_are_none_are_named(tiny_params, what, says):  # noqa: F811
+    asked = CompressionConfig(Method("own", "", Says(what=what)), max_cache_tokens=16)
+    output = engine(tiny_params, compression=asked).generate(prompts_of(60), greedy(4))[0]
+    assert output.finish_reason == "error"
+    assert re.search(
+        rf"scorer Says: {says}.*: give Scores with a metric of floats \[H, P\], here \[2, \d+\]",
+        output.error or "",
+    )
+
+
+def test_minus_infinity_goes_first(tiny_params):  # noqa: F811
+    asked = CompressionConfig(Method("own", "", Says(what="lower")), max_cache_tokens=32)
+    llm = engine(tiny_params, compression=asked)
+    name = llm.add_request(prompts_of(64)[0], greedy(4), report_kept=True)
+    last = {}
+    while llm.has_unfinished():
+        last |= {output.request_id: output for output in llm.step()}
+    stats = last[name].stats
+    assert stats.shortfall == 0
+    odd = np.arange(64) % 2 == 1
+    for kept in stats.kept_tokens.reshape(-1, *stats.kept_tokens.shape[-1:]):
+        np.testing.assert_array_equal(np.asarray(kept)[:64].astype(bool), odd)
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksNothing(AttentionScorer):
+    window: int = 3
+
+    def rank(self, metric, state, position, seq_len):
+        return jnp.where(metric == 3, jnp.nan, metric)
+
+
+def test_what_tells_no_order_stays():
+    metric, one = jnp.array([[3.0, jnp.nan, -jnp.inf, jnp.inf, 1.0]]), jnp.array([5])
+
+    def scores(method):
+        return eviction_scores(method, metric, {}, jnp.arange(5)[None], one, one, 0)[0]
+
+    lowest, never = np.float32(LOWEST), np.inf
+    np.testing.assert_array_equal(scores(PLAIN), [[3, never, lowest, never, 1]])
+    own = Method("own", "", RanksNothing())
+    np.testing.assert_array_equal(scores(own), [[never, never, lowest, never, 1]])
+
+
+@dataclasses.dataclass
+class NotFrozen(AttentionScorer):
+    window: int = 3
+
+
+@pytest.mark.parametrize("scorer", [NotFrozen(), Says(what=jnp.ones(3))])  # type: ignore[arg-type]
+def test_parts_that_no_step_is_compiled_from_are_refused(scorer):
+    with pytest.raises(UserError, match=rf"^scorer {type(scorer).__name__}: .*give a frozen data"):
+        Method("own", "", scorer)
 
 
 def test_each_layer_gets_its_part_of_what_is_calibrated():

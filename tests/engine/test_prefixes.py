@@ -1,6 +1,7 @@
 """Prompts that go on from what is left of others: the same tokens as without, and nothing lost."""
 
 import dataclasses
+import json
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from kvjax.cache import CompressionConfig, check_invariants
-from kvjax.cache.methods import get_method
+from kvjax.cache.methods import METHODS, get_method
 from kvjax.engine import prefix_files, retaining
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM
@@ -353,7 +354,9 @@ def test_a_file_of_something_else_is_refused_in_one_line(tiny_params, tmp_path):
         if other.config.sharing:
             forget(other)
 
-    refused(make_llm(tiny_params, FULL, **SHARED), "its settings is")
+    refused(make_llm(tiny_params, FULL, **SHARED), "its method is 'key-norm', here it is None")
+    smaller = dataclasses.replace(NORMS, max_cache_tokens=12)
+    refused(llm, r"its max_cache_tokens is \d+, here it is \d+; save one", smaller)
     refused(make_llm(tiny_params, NORMS, **SHARED | {"block_size": 8}), "its block_size is")
     refused(make_llm(tiny_params, NORMS, cache_dtype="int4", **SHARED), "its cache_dtype is")
     refused(make_llm(tiny_params, NORMS), "nothing is shared")
@@ -376,14 +379,56 @@ def test_a_file_of_something_else_is_refused_in_one_line(tiny_params, tmp_path):
     mixed = tmp_path / "mixed"
     save_file(arrays | {"held.seq_len": np.array(71, np.int32)}, mixed, kind)
     refused(llm, "70 tokens, and KVs of 71", path=mixed)
+    save_file(arrays | {"logits": np.zeros(7, np.float32)}, mixed, kind)
+    refused(llm, f"logits \\[7\\], of a vocabulary of {TINY.vocab_size}", path=mixed)
+    assert kind is not None
+    save_file(arrays, mixed, kind | {"kind": json.dumps({"settings": "CompressionConfig()"})})
+    refused(llm, "another release wrote it", path=mixed)
+
+
+def test_a_file_is_of_settings_however_they_were_given(tiny_params, tmp_path):
+    path = tmp_path / "document.safetensors"
+    asked = CompressionConfig(method="key-norm", rate=2, floor=16, protected=8)
+    llm = make_llm(tiny_params, asked, **SHARED)
+    llm.save_prefix(path, DOCUMENT)
+    forget(llm)
+    for same in ({"rate": 2.0}, {"method": METHODS["key-norm"]}):
+        assert llm.load_prefix(path, dataclasses.replace(asked, **same)) == len(DOCUMENT)
+        forget(llm)
+    own = dataclasses.replace(METHODS["key-norm"], sinks=1)
+    with pytest.raises(UserError, match="its method is 'key-norm', here it is"):
+        llm.load_prefix(path, dataclasses.replace(asked, method=own))
+
+    class Unnamed:
+        """What prints its place in memory."""
+
+        def __hash__(self):
+            return 1
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(type(METHODS["key-norm"].scorer)):  # type: ignore[misc]
+        what: Any
+
+    own = dataclasses.replace(own, name="own", scorer=Own(Unnamed()))
+    with pytest.raises(UserError, match="method own: a file tells it by what its parts print"):
+        llm.save_prefix(path, DOCUMENT, dataclasses.replace(asked, method=own))
+    forget(llm)
 
 
 def test_what_cannot_be_retained_is_refused(tiny_params):
-    with pytest.raises(UserError, match="shares no prefixes"):
+    with pytest.raises(UserError, match=r"'never': give EngineConfig\(share_prefix='auto'\)$"):
         make_llm(tiny_params, FULL).retain(DOCUMENT)
     looks = CompressionConfig(method="snapkv", max_cache_tokens=16, window=4)
-    with pytest.raises(UserError, match="share_prefix='always'"):
-        make_llm(tiny_params, looks, **SHARED).retain(DOCUMENT)
+    for share in ("auto", "never"):
+        sharing: dict[str, Any] = SHARED | {"share_prefix": share}
+        llm = make_llm(tiny_params, looks, **sharing)
+        with pytest.raises(UserError, match=r"give EngineConfig\(share_prefix='always'\)$"):
+            llm.retain(DOCUMENT)
+    repeats = CompressionConfig(method="kvzip", max_cache_tokens=16)
+    sharing = SHARED | {"share_prefix": "always"}
+    llm = make_llm(tiny_params, repeats, **sharing)
+    with pytest.raises(UserError, match=r"'always': give another method$"):
+        llm.retain(DOCUMENT)
 
 
 @pytest.mark.usefixtures("unchecked_signatures")

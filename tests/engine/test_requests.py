@@ -48,7 +48,7 @@ BAD = [
     ([2**63, -1], {}, f"token id {2**63} of"),
     ([10**5000], {}, "token id a value of type int of the prompt"),
     ([1] * 250, {"max_tokens": 7}, "the limit is 256"),
-    (np.asarray([1.5]), {}, "give a text or token ids"),
+    (np.asarray([1.5]), {}, "the prompt is ndarray of float64: give a text or token ids"),
 ]
 
 

@@ -43,6 +43,17 @@ def check_a(name: str, value: Any, kind: type, *, none: bool = False) -> None:
         raise wanted(name, value, f"a {kind.__name__}{' or None' if none else ''}")
 
 
+def check_constant(name: str, value: Any) -> None:
+    """A part that steps can be compiled from, and told from others by."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise UserError(
+            f"{name} {type(value).__name__}: {error}: give a frozen dataclass of plain values; "
+            "arrays go into a calibration, by the names in `artefacts`"
+        ) from None
+
+
 def check_attention(scorer: Any) -> None:
     """The settings that scorers that go by attention share: `window`, `power`, `pool`."""
     if scorer.window is not None:

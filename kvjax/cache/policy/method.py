@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int32
 from kvjax.cache.policy.allocate import Allocator, Global
 from kvjax.cache.policy.checks import (
     check_a,
+    check_constant,
     check_numbers,
     check_one_of,
     check_wholes,
@@ -102,6 +103,8 @@ class Method:
         check_a("selector", self.selector, Selector)
         check_a("merger", self.merger, Merger, none=True)
         check_a("pruner", self.pruner, Pruner, none=True)
+        for name in ("scorer", "allocator", "selector", "merger", "pruner"):
+            check_constant(name, getattr(self, name))
         if self.pruner is not None:
             self._check_over_gaps()
         check_wholes(self, 0, INT32_MAX, "protected", "sinks")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from kvjax.cache.policy.score import (
     Scores,
 )
 from kvjax.cache.store import Plane
+from kvjax.checks import shown
+from kvjax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Observer:
             scores = Scores(jnp.zeros((view.num_heads, view.k.shape[0]), jnp.float32))
         else:
             scores = self.scorer.score(view, of_layer(self.scorer.artefacts, artefacts, view.layer))
+            _check_scores(self.scorer, scores, (view.num_heads, view.k.shape[0]))
         if not self.query_heads:
             scores = dataclasses.replace(scores, query_heads=None)
         if self.queries is not None:
@@ -87,6 +91,19 @@ class Observer:
         """Zeros of the shapes that the scores of all layers have; `view` may be abstract."""
         shapes = jax.eval_shape(self.observe, view, dict(artefacts))
         return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype), shapes)
+
+
+def _check_scores(scorer: Scorer, scores: Any, shape: tuple[int, int]) -> None:
+    """Raise `UserError` unless there is a number for each KV [H, P]."""
+    got: Any = getattr(scores, "metric", None)
+    kind = getattr(got, "dtype", None)
+    if kind is not None and got.shape == shape and jnp.issubdtype(kind, jnp.floating):
+        return
+    said = shown(scores) if kind is None else f"a metric {kind} {list(got.shape)}"
+    raise UserError(
+        f"scorer {type(scorer).__name__}: score gave {said}: give Scores with a metric of floats "
+        f"[H, P], here {list(shape)}"
+    )
 
 
 def _sampled(

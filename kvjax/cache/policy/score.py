@@ -118,7 +118,7 @@ class Scores:
     """What a scorer made of a layer; stacked, of all layers."""
 
     metric: Float[Array, "*L H P"]
-    """One number per KV; low ones are evicted."""
+    """One number per KV; low ones are evicted, −inf first, +inf and what is no number never."""
     query_heads: Float[Array, "*L H r P"] | None = None
     """The same of each query head by itself, for selectors that ask for it."""
     state: dict[str, Num[Array, "*L H P w"]] = dataclasses.field(default_factory=dict)

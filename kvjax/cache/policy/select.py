@@ -1,7 +1,7 @@
 """Selectors: which KVs go together, and which of a head's go first.
 
 Eviction scores are compared within a head, or over the heads of a sequence; low ones go first,
-+inf never.
+−inf before all, +inf never, and what is no number never either.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def evictable_kvs(
         & (position >= sinks)
         & (position >= 0)
         & (position < newest)
-        & jnp.isfinite(metric)
+        & (metric < jnp.inf)
     )
 
 
