@@ -44,8 +44,10 @@ compressed once. `chat` and `agnostic`: exact matches in %.
 Continuation: KL(full cache ‖ compressed), `chat`. Brackets are 95 % bootstrap intervals over
 prompts: so few prompts tell the best from the worst, and no neighbours apart. Reached rate: KVs of
 the full cache / KVs held; fewer bytes: the same of bytes, with all that is kept beside a KV.
-Prefill: what observing, choosing and writing add to it, as timed on shared CPU cores. Decode: KVs
-that a step reads, of the full cache's. –: not run on all of these prompts. Some types store a
+Prefill: what observing, choosing and writing add to it, as timed on shared CPU cores, in the
+evaluation, which takes metrics in a pass of its own (most of it where all queries count, as in
+`h2o`); what an engine takes is in [results.md](results.md#what-a-method-costs). Decode: KVs that a
+step reads, of the full cache's. –: not run on all of these prompts. Some types store a
 prompt as a whole (`gear4` and others): [methods.md](methods.md) says which no cache can be of.
 [evaluation.md](evaluation.md) has protocols and tasks."""
 
