@@ -82,7 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_budget_option(cache)
     cache.add_argument(
         "--method",
-        help="compression method (one that needs no question for a model with a calibration)",
+        help="compression method (one that needs no question for a model with a calibration, else "
+        "snapkv)",
     )
     add_calibration_option(cache)
     add_draft_option(cache)

@@ -71,7 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_budget_option(cache)
     cache.add_argument(
         "--method",
-        help="compression method (one that needs no question for a model with a calibration)",
+        help="compression method (one that needs no question for a model with a calibration, else "
+        "snapkv)",
     )
     cache.add_argument(
         "--methods",
@@ -154,7 +155,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--warm-up",
         default=None,
         metavar="N,N",
-        help="lengths of prompts to compile for before /ready; 0 for none (%(default)s: 128,1024)",
+        help="lengths of prompts to compile for before /ready; 0 for none "
+        f"({','.join(map(str, WARM_UP))})",
     )
     server.add_argument(
         "--warm-up-logprobs", action="store_true", help="also for requests with logprobs"
