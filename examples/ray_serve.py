@@ -1,7 +1,7 @@
 """Several replicas of the server behind one address, by Ray Serve: each turn of a conversation goes
 to the replica that holds what was said before.
 
-    pip install 'kvjax[ray]'
+    pip install '.[ray]'
     python examples/ray_serve.py --replicas 2 --rate 8 --share-prefix auto
     python examples/ray_serve.py --replicas 4 --num-gpus 1 --weights ./Llama-3.1-8B-Instruct
 

@@ -17,4 +17,4 @@ def check_extra(package: str, extra: str, what: str) -> None:
         UserError: it is not installed; says how it would be.
     """
     if find_spec(package) is None:
-        raise UserError(f"{what} needs {package}: pip install 'kvjax[{extra}]'")
+        raise UserError(f"{what} needs {package}: pip install '.[{extra}]' in kvjax's checkout")

@@ -5,7 +5,7 @@ functions of others through an interface in C (`xla/ffi/api/c_api.h`, which jaxl
 pointer to a frame that says where arguments and results are. A version of it is served for a year
 at least, and XLA asks a function for the one that it was written for when it is registered.
 
-Needs Numba (`pip install 'kvjax[cpu]'`).
+Needs Numba (`pip install '.[cpu]'`).
 """
 
 from importlib import metadata

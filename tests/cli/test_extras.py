@@ -32,7 +32,7 @@ def bare(monkeypatch):
 def test_pictures_need_an_extra(bare, capsys, arguments):
     assert main_of(main, list(arguments)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(" needs matplotlib: pip install 'kvjax[plots]'")
+    assert line.endswith(" needs matplotlib: pip install '.[plots]' in kvjax's checkout")
 
 
 def test_figures_say_so_too(bare):
@@ -40,12 +40,12 @@ def test_figures_say_so_too(bare):
     full |= {"kvs_full": 9, "metric": "em", "score": 1.0, "free": 1.0, "nll": 1.0, "kl": 0.0}
     full |= {"agree": 1.0, "recall": 1.0, "bytes": 9, "em": 1, "length": 9, "depth": None}
     full["seconds"] = {"prefill": 1, "select": 0.1, "score": 0.1, "decode": 0}
-    with pytest.raises(UserError, match=r"pip install 'kvjax\[plots\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[plots\]'"):
         plot_scores([full, {**full, "method": "h2o", "rate": 2.0}], "chat")
 
 
 def test_a_metric_needs_an_extra(bare):
-    with pytest.raises(UserError, match=r"rouge-l needs rouge: pip install 'kvjax\[eval\]'"):
+    with pytest.raises(UserError, match=r"rouge-l needs rouge: pip install '\.\[eval\]'"):
         score_answer("rouge-l", "a", ("b",))
 
 
@@ -59,5 +59,9 @@ def test_a_metric_without_its_library_is_refused_before_anything_runs(
     arguments = ["--weights", tiny_folder, "--prompts", prompts, "--out", out]
     command = functools.partial(run_command, "evaluate")
     assert main_of(command, [str(argument) for argument in arguments]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("pip install 'kvjax[eval]'")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith("pip install '.[eval]' in kvjax's checkout")
+    )
     assert not out.exists()

@@ -30,7 +30,7 @@ COUNT = 6
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'kvjax[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'"),
 ]
 
 

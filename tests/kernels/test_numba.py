@@ -86,7 +86,7 @@ def test_without_numba_xla_serves(monkeypatch) -> None:
     )
     found = explain(paged_attention, *given())
     assert found.startswith("xla: ")
-    assert "Python without Numba (pip install 'kvjax[cpu]')" in found
+    assert "Python without Numba (pip install '.[cpu]')" in found
 
 
 def test_what_lies_on_disk_is_of_this_version(monkeypatch) -> None:

@@ -53,7 +53,9 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
         assert says in refusal(capsys, *arguments)
     find = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    assert refusal(capsys).endswith("kvjax serve needs uvicorn: pip install 'kvjax[serve]'")
+    assert refusal(capsys).endswith(
+        "kvjax serve needs uvicorn: pip install '.[serve]' in kvjax's checkout"
+    )
 
 
 @pytest.mark.parametrize(

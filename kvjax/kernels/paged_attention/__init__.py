@@ -216,7 +216,7 @@ def _choose(
         if where.platform != "cpu":
             raise NotImplementedError(f"device {where.kind}")
         if importlib.util.find_spec("numba") is None:
-            raise NotImplementedError("Python without Numba (pip install 'kvjax[cpu]')")
+            raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
         from kvjax.kernels.paged_attention import numba_cpu
 
         return numba_cpu.config(shape, scale=scale, keep_weights=return_metric, exact=exact)
