@@ -464,11 +464,12 @@ def test_an_engine_that_is_dropped_ends_its_thread(tiny_params):
 
 
 def test_the_interpreter_may_leave_at_any_time():
-    """Without aclose, in the middle of a request."""
+    """Without aclose or close, in the middle of requests."""
     code = """
 import asyncio
 from kvjax.engine.async_llm import AsyncLLM
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.llm import LLM
 from kvjax.engine.sampling import SamplingParams
 from kvjax.models import LoadedModel
 from kvjax.models.decoder import init_params
@@ -482,11 +483,13 @@ async def main():
     outputs = llm.add([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
     print((await anext(outputs)).finish_reason)
 asyncio.run(main())
+stream = LLM(model, None, sizes).stream([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True))
+print(next(stream).finish_reason)
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None\nNone\n", "")
 
 
 @pytest.mark.slow
