@@ -35,6 +35,7 @@ from kvjax.cli.models import (
     add_calibration_option,
     add_devices_option,
     add_draft_option,
+    add_floor_option,
     add_model_options,
     asked_rate,
     check_cache_dtypes,
@@ -43,6 +44,7 @@ from kvjax.cli.models import (
     chosen_calibration,
     chosen_draft,
     chosen_method,
+    floor_of,
     load_chosen_model,
 )
 from kvjax.cli.progress import Progress
@@ -80,6 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--rate", type=float, help="compression rate (8, if no size is given)")
     cache.add_argument("--max-cache-tokens", type=int, help="tokens' worth of KVs to keep")
     add_budget_option(cache)
+    add_floor_option(cache)
     cache.add_argument(
         "--method",
         help="compression method (one that needs no question for a model with a calibration, else "
@@ -205,6 +208,7 @@ def request_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Sa
         on_prefill=options.on_prefill,
         compress_every=options.compress_every,
         before_preemption=options.before_preemption,
+        floor=floor_of(options),
     )
     sampling = SamplingParams(
         temperature=options.temperature,

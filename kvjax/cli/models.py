@@ -110,6 +110,20 @@ def add_budget_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup)
     )
 
 
+def add_floor_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the option that says what a rate keeps at least; see `floor_of`."""
+    parser.add_argument(
+        "--floor", type=int, metavar="N", help="tokens that a rate keeps at least (128)"
+    )
+
+
+def floor_of(options: argparse.Namespace) -> int:
+    """What a rate keeps at least, in tokens, by the option."""
+    from kvjax.cache.budget import FLOOR_TOKENS
+
+    return FLOOR_TOKENS if options.floor is None else options.floor
+
+
 def check_cache_dtypes(names: Iterable[str | None]) -> None:
     """Refuse, before a model is loaded, what no codec stores.
 

@@ -26,6 +26,7 @@ from kvjax.cli.models import (
     add_calibration_option,
     add_devices_option,
     add_draft_option,
+    add_floor_option,
     add_model_options,
     asked_rate,
     check_cache_dtypes,
@@ -34,6 +35,7 @@ from kvjax.cli.models import (
     chosen_calibration,
     chosen_draft,
     chosen_method,
+    floor_of,
     load_chosen_model,
 )
 from kvjax.cli.processes import add_process_options, follow, joined, lead
@@ -83,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_calibration_option(cache)
     add_draft_option(cache)
     add_cache_dtype_option(cache)
-    cache.add_argument("--floor", type=int, help="least tokens that a rate keeps (128)")
+    add_floor_option(cache)
     cache.add_argument(
         "--compress-every", type=int, metavar="N", help="compress after every N generated tokens"
     )
@@ -178,14 +180,13 @@ def engine_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Eng
     from kvjax.checks import check_whole
     from kvjax.engine import EngineConfig
 
-    given = {"floor": options.floor} if options.floor is not None else {}
     compression = CompressionConfig(
         method=AUTO if options.method is None else options.method,
         rate=asked_rate(options),
         max_cache_tokens=options.max_cache_tokens,
         budget_bytes=options.budget_bytes,
         compress_every=options.compress_every,
-        **given,
+        floor=floor_of(options),
     )
     config = EngineConfig(
         max_batch=options.max_batch,

@@ -298,7 +298,12 @@ def test_a_rate_that_is_not_reached_is_told(tiny):
         if told:
             assert "compressed 5.0 times" in lines[0]
             assert f"not {rate}" in lines[0]
+            assert lines[0].endswith("; --floor says less")
             assert "(5.0 reached)" in err
+    code, out, err = tiny("--rate", 20, "--floor", 8, "--json", "--max-new-tokens", 2)
+    assert (code, "warning: " in err) == (0, False)
+    assert json.loads(out)["block_size"] == 8
+    assert 20 <= json.loads(out)["reached_rate"] < 22
     assert "warning" not in tiny("--max-cache-tokens", 64)[2]
     code, _, err = tiny("--rate", 8, "--method", "full")
     assert code == 0

@@ -46,6 +46,7 @@ def test_rates_and_lengths_give_a_line_each(throughput, tmp_path):
         (60, None), (60, 8.0), (200, None), (200, 8.0),
     ]  # fmt: skip
     for row in rows:
+        assert row["floor"] == 128
         assert row["total_tokens_per_second"] == pytest.approx(
             6 * (row["input_len"] + 8) / row["seconds"]
         )

@@ -31,11 +31,14 @@ from kvjax.cli.models import (
     DTYPES,
     add_cache_dtype_option,
     add_devices_option,
+    add_floor_option,
     add_weight_dtype_option,
     check_cache_dtypes,
+    floor_of,
     load_chosen_model,
 )
 from kvjax.cli.progress import Progress
+from kvjax.cli.told import differs
 from kvjax.errors import UserError
 
 LENGTHS = [500, 1000, 2000, 4000, 6000, 8000, 10000, 12000]
@@ -69,6 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--input-len", nargs="+", type=int, help=f"prompt lengths ({usual})")
     add("--output-len", type=int, default=500, help="tokens of each answer (%(default)s)")
     add("--num-prompts", type=int, default=256, help="(%(default)s)")
+    add_floor_option(parser)
     add("--method", default="kv-compress-continual", help="compression method (%(default)s)")
     add("--pool-tokens", type=int, help="size of the pool in tokens' worth of KVs")
     add("--emulate", choices=EMULATED, help="the pool of one of the papers' cards")
@@ -133,7 +137,7 @@ def check(options: argparse.Namespace) -> None:
     check_cache_dtypes([options.cache_dtype])
     engine_config(options, max_len=None)
     for rate in options.rate:
-        compression_of(rate, options.method)
+        compression_of(rate, options.method, floor_of(options))
     if options.out is not None:
         check_output_file("--out", options.out)
     if options.peer_python is not None:
@@ -167,6 +171,9 @@ def show(rows: list[dict[str, Any]]) -> None:
             if other["input_len"] == row["input_len"] and other.get("rate", 0) is None
         ]
         rate = "peer" if row.get("peer") else cell(row, "rate", "{:g}") or "v"
+        reached = row.get("reached_rate")
+        if row.get("rate") and reached and differs(row["rate"], reached):
+            rate += f" ({reached:.1f})"
         table.add_row(
             cell(row, "input_len", "{}") or "trace",
             rate,

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.budget import FLOOR_TOKENS
 from kvjax.checks import shown
+from kvjax.cli.models import floor_of
 from kvjax.cli.throughput import EMULATED, LENGTHS
 from kvjax.cli.throughput.limits import roofline_seconds
 from kvjax.cli.throughput.work import Arrival, prompts_of
@@ -24,12 +26,12 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.hub import Progress
 
 
-def compression_of(rate: str, method: str) -> CompressionConfig:
+def compression_of(rate: str, method: str, floor: int = FLOOR_TOKENS) -> CompressionConfig:
     """The settings of a row; rate "v" leaves compression out."""
     if rate == "v":
         return CompressionConfig(method="full")
     try:
-        return CompressionConfig(method=method, rate=float(rate))
+        return CompressionConfig(method=method, rate=float(rate), floor=floor)
     except ValueError as error:
         raise UserError(f'--rate {shown(rate)}: give numbers of at least 1, or "v"') from error
 
@@ -146,7 +148,7 @@ def measure(
     source: Any, limits: dict[str, float] | None, progress: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """One row: serve everything at one compression rate."""
-    compression = compression_of(rate, options.method)
+    compression = compression_of(rate, options.method, floor_of(options))
     outputs_len = max(row.output_len for row in arrivals)
     max_len = max(n + row.output_len for n, row in zip(lengths, arrivals, strict=True))
     sizes = engine_config(options, max_len, len(arrivals))
@@ -189,6 +191,7 @@ def measure(
         "reached_rate": prompt_tokens
         / sum(n / o.stats.rate for n, o in zip(lengths, outputs, strict=True)),
         "method": "full" if rate == "v" else options.method,
+        "floor": compression.floor,
         "input_len": lengths[0] if len(set(lengths)) == 1 else None,
         "output_len": outputs_len if len({a.output_len for a in arrivals}) == 1 else None,
         "trace": Path(options.trace).name if options.trace else None,

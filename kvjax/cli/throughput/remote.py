@@ -149,6 +149,9 @@ def measure_remote(
     full = rate == "v"
     method = None if options.method == USUAL_METHOD else options.method
     compression: dict[str, Any] = {"method": "full"} if full else {"rate": float(rate)}
+    if options.floor is not None and not full:
+        # Else the server's own.
+        compression["floor"] = options.floor
     if method and not full:
         compression["method"] = method
     settings = {"temperature": options.temperature, "compression": compression}
