@@ -3,16 +3,19 @@
 import dataclasses
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import cache as kv
 from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
+from kvjax.cache.methods import get_method
 from kvjax.cache.methods.compactor import Compactor
 from kvjax.cache.methods.expected_attention import ExpectedAttention
 from kvjax.cache.methods.triattention import ExpectedOfCentre
-from kvjax.cache.policy import LayerView
+from kvjax.cache.policy import LayerView, Scores
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned_back
 from kvjax.errors import UserError
 from kvjax.models.config import RopeScaling
@@ -61,6 +64,66 @@ def test_compactor_scores_chunks_and_sketches(drawn, settings, start):
     q, k, v = (x[:LENGTH].astype(np.float64) for x in drawn)
     want = compactor_part(q, k, v, start + np.arange(LENGTH), start + LENGTH, **settings)
     np.testing.assert_allclose(got[:, :LENGTH], want, rtol=1e-3, atol=1e-4)
+
+
+def repeated(length: int, distinct: int, d: int) -> tuple[jax.Array, ...]:
+    """Queries, keys and values of a prompt; few distinct keys, of standard deviation 3."""
+    rng = np.random.default_rng(8)
+    few = 3 * rng.standard_normal((distinct, H, d)).astype(np.float32)
+    k = jnp.asarray(few[rng.integers(0, distinct, length)])
+    q, v = (jnp.asarray(rng.standard_normal((length, h, d)), jnp.float32) for h in (H * R, H))
+    return q, k, v
+
+
+def test_compactor_measures_keys_that_repeat():
+    """1,000 tokens of 10 distinct keys, which leave most of 48 dimensions empty."""
+    q, k, v = repeated(1000, 10, 64)
+    # Values of norm 0 leave the keys alone.
+    view = LayerView(0, q, k, jnp.int32(1000), jnp.int32(0), v=jnp.zeros_like(v))
+    metric = np.asarray(score(Compactor(), view, jnp.zeros(32)))
+    assert np.isfinite(metric).all()
+    # Equal keys stand out alike, and the rarer ones more.
+    for row, keys in zip(metric[:, 8:-4], np.moveaxis(np.asarray(k)[8:-4], 1, 0), strict=True):
+        _, kind, often = np.unique(keys[:, 0], return_inverse=True, return_counts=True)
+        of_kind = [row[kind == n] for n in range(10)]
+        assert max(np.ptp(x) for x in of_kind) < 0.1
+        assert np.corrcoef([x.mean() for x in of_kind], often)[0, 1] < -0.9
+
+
+@partial(QUICKLY, static_argnums=0)
+def survivors(method, k, v, scores, length, keep):
+    cache = kv.init_cache(
+        num_slots=1,
+        num_layers=1,
+        num_kv_heads=H,
+        head_dim=k.shape[-1],
+        num_blocks=H * 63,
+        max_blocks_per_head=63,
+        block_size=16,
+    )
+    return kv.write_survivors(cache, jnp.int32(0), k, v, scores, length, keep, method)
+
+
+def test_compactor_holds_its_budget_where_keys_repeat():
+    q, k, v = repeated(1000, 10, 64)
+    view = LayerView(0, q, k, jnp.int32(1000), jnp.int32(0), v=v)
+    keep = jnp.int32(kv.budget_blocks(128, 1, H, 16))
+    metric = score(Compactor(), view, jnp.zeros(32))[None]
+    method, scores = get_method("compactor").eviction, Scores(metric)
+    cache, report, ok = survivors(method, k[None], v[None], scores, view.length, keep)
+    assert ok
+    assert int(report.shortfall[0]) == 0
+    assert np.asarray(cache.context_len[0]).tolist() == [[128] * H]
+
+
+def test_a_head_without_numbers_costs_compactor_no_other(drawn):
+    q, k, _ = drawn
+    broken = k.copy()
+    broken[20, 1] = np.nan
+    metric = scored(Compactor(), (q, broken, np.zeros_like(k)))[:, :LENGTH]
+    assert np.isfinite(metric).all()
+    assert np.std(metric[0]) > 0.5
+    assert not metric[1].any()
 
 
 @pytest.mark.parametrize(("start", "ahead"), [(0, 1), (2000, 512)])

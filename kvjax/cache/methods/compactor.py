@@ -2,10 +2,11 @@
 
 The metric is λ · z(leverage) + z(attention), z over all heads and tokens of a layer. Leverage is
 that of the head's keys before RoPE, centred and sketched by a Gaussian matrix [d, 48]:
-xᵀ(XᵀX + 0.01)⁻¹x, with keys of up to 48 dimensions as they are. Attention is not causal: each chunk
-of 256 tokens attends to itself, logits are not divided by √d (as in the authors' code), what a key
-receives is averaged over the group, multiplied by ‖v‖ and averaged over 3 tokens. The first 8
-tokens and the newest 4 take no part, and stay.
+xᵀ(XᵀX + 0.01)⁻¹x, with keys of up to 48 dimensions as they are; where keys repeat so much that
+float32 has no such inverse, with ten times the 0.01, and so on, as in kvpress. Attention is not
+causal: each chunk of 256 tokens attends to itself, logits are not divided by √d (as in the authors'
+code), what a key receives is averaged over the group, multiplied by ‖v‖ and averaged over 3 tokens.
+The first 8 tokens and the newest 4 take no part, and stay.
 
 In kvpress, whose press is the authors', λ is the share removed; a scorer does not know the budget,
 so here it is a setting: 0.9, the share removed at 10×. kvpress counts the last chunk's padding as
@@ -32,6 +33,8 @@ from kvjax.checks import INT32_MAX
 
 SINKS, NEWEST = 8, 4
 RIDGE = 1e-2
+TRIES = 12
+"""Ridges that are tried at most, each ten times the one before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +85,8 @@ class Compactor(Scorer):
         if d > self.sketch:
             drawn = np.random.default_rng(self.seed).standard_normal((heads, d, self.sketch))
             x = x @ jnp.asarray(drawn / self.sketch**0.5, jnp.float32)
-        gram = jnp.swapaxes(x, 1, 2) @ x + RIDGE * jnp.eye(x.shape[-1])
-        return jnp.sum(jnp.square(x @ jnp.swapaxes(cholesky_inverted(gram), 1, 2)), axis=-1)
+        inverse = _ridge_inverted(jnp.swapaxes(x, 1, 2) @ x)
+        return jnp.sum(jnp.square(x @ jnp.swapaxes(inverse, 1, 2)), axis=-1)
 
     def _attention(
         self,
@@ -112,12 +115,32 @@ class Compactor(Scorer):
         return jnp.zeros((heads, size)).at[:, index.reshape(-1)].set(given, mode="drop")
 
 
+def _ridge_inverted(gram: Float[Array, "H m m"]) -> Float[Array, "H m m"]:
+    """`cholesky_inverted` of each head's matrix with the least ridge that makes it positive
+    definite in float32."""
+
+    def failed(inverse):
+        return ~jnp.all(jnp.isfinite(inverse), axis=(1, 2))
+
+    def again(state):
+        tries, inverse = state
+        found = cholesky_inverted(gram + RIDGE * 10.0**tries * jnp.eye(gram.shape[-1]))
+        return tries + 1, jnp.where(failed(inverse)[:, None, None], found, inverse)
+
+    def any_failed(state):
+        return (state[0] < TRIES) & jnp.any(failed(state[1]))
+
+    return jax.lax.while_loop(any_failed, again, (0, jnp.full_like(gram, jnp.nan)))[1]
+
+
 def _z(x: Float[Array, "H T"], counts: Bool[Array, " T"]) -> Float[Array, "H T"]:
-    """Distance from the mean of those that count, in standard deviations."""
-    number = jnp.sum(counts) * x.shape[0]
+    """Distance from the mean of those that count, in standard deviations; 0 where it is unknown."""
+    counts = counts & jnp.isfinite(x)
+    number = jnp.sum(counts)
     mean = jnp.sum(jnp.where(counts, x, 0)) / jnp.maximum(number, 1)
-    squares = jnp.sum(jnp.where(counts, (x - mean) ** 2, 0))
-    return (x - mean) / jnp.maximum(jnp.sqrt(squares / jnp.maximum(number - 1, 1)), 1e-6)
+    away = jnp.where(counts, x - mean, 0)
+    squares = jnp.sum(away**2)
+    return away / jnp.maximum(jnp.sqrt(squares / jnp.maximum(number - 1, 1)), 1e-6)
 
 
 METHODS = (
