@@ -12,6 +12,7 @@ import pytest
 from kvjax.cache import CompressionConfig, as_codec
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.methods.adakv import Ada
+from kvjax.cache.methods.fastgen import ByNeed
 from kvjax.cache.methods.h2o import Accumulated
 from kvjax.cache.methods.k_means import NearCentroids
 from kvjax.cache.methods.kv_compress import KVCompress
@@ -249,6 +250,8 @@ def test_parts_that_cannot_go_together_are_named():
     same = Selector(scope="layer")
     with pytest.raises(UserError, match=r"^scope 'layer': wanted an allocator by layer"):
         Method("x", "", KVCompress(), selector=same)
+    with pytest.raises(UserError, match=r"^scope 'layer': wanted an allocator by layer, which By"):
+        Method("x", "", KVCompress(), ByNeed(), same)
     with pytest.raises(UserError, match=r"^scope 'head': wanted layer for openvino's mode"):
         Method("x", "", KVCompress(), ByLayer(), SpreadOverBits(mode="openvino"))
     with pytest.raises(UserError, match=r"^window 3: wanted at least 4"):

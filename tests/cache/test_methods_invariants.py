@@ -131,7 +131,16 @@ def test_names_of_wrappers():
         ("kvcrush:full", "wanted one that evicts"),
         ("kvcrush:kmeans:snapkv", "wanted one that evicts by itself"),
         ("kmeans:r-kv", "wanted one that evicts by itself"),
-        ("kvcrush-openvino:kv-compress", "wanted an allocator by layer"),
+        (
+            "kvcrush-openvino:kv-compress",
+            "mode 'openvino': wanted an allocator by layer, which Global",
+        ),
+        (
+            "kvcrush-openvino:duo-heads",
+            "mode 'openvino': wanted an allocator by layer, which Whole",
+        ),
+        ("kvcrush-openvino:razor-attention", "which WholeHeads is not$"),
+        ("kvcrush-openvino:fastgen", "which ByNeed is not$"),
     ],
 )
 def test_names_that_are_none(name, says):

@@ -11,6 +11,7 @@ from kvjax import cache as kv
 from kvjax.cache.evict import eviction_scores
 from kvjax.cache.methods import get_method
 from kvjax.cache.methods.pyramidkv import Pyramid
+from kvjax.cache.methods.pyramidkv_ablations import ByMeasure
 from kvjax.cache.policy import ByLayer, Global, Selector
 from kvjax.cache.policy.allocate import Budget, CheapestBlocks, apportion
 from kvjax.cache.policy.method import PLAIN
@@ -97,9 +98,12 @@ def test_a_safe_share_of_the_even_split_stays_in_every_head():
         assert blocks.tolist() == want
 
 
-def test_heads_that_share_their_choice_keep_as_many_blocks():
+@pytest.mark.parametrize(
+    "allocator", [ByLayer(Pyramid(beta=3)), ByMeasure()], ids=lambda x: type(x).__name__
+)
+def test_heads_that_share_their_choice_keep_as_many_blocks(allocator):
     """Also where a layer's blocks do not divide evenly."""
-    selector, allocator = Selector(scope="layer"), ByLayer(Pyramid(beta=3))
+    selector = Selector(scope="layer")
     method = dataclasses.replace(PLAIN, selector=selector, allocator=allocator, protected=4)
     layers, heads, length = 3, 2, 64
     metric = np.random.default_rng(0).random((layers, heads, length)).astype(np.float32)

@@ -25,7 +25,7 @@ from kvjax.cache.policy.block_cost import lowest
 from kvjax.cache.policy.checks import check_one_of, check_wholes, wanted
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.representatives import Representatives, wrapped
-from kvjax.cache.policy.select import Candidates, Scope, page_sums
+from kvjax.cache.policy.select import Candidates, Scope, page_sums, uneven
 from kvjax.checks import INT32_MAX
 
 Mode = Literal["paper", "openvino"]
@@ -55,9 +55,11 @@ class SpreadOverBits(Representatives):
         check_wholes(self, 0, INT32_MAX, "seed")
 
     def check_with(self, allocator: Allocator) -> None:
-        super().check_with(allocator)
         if self.mode == "openvino" and self.scope != "layer":
             raise wanted("scope", self.scope, "layer for openvino's mode")
+        if self.mode == "openvino" and not allocator.even_in_layer:
+            raise wanted("mode", self.mode, uneven(allocator))
+        super().check_with(allocator)
 
     @property
     def needs_query_heads(self) -> bool:  # type: ignore[override]

@@ -14,7 +14,7 @@ all hold the cap. The paper names the strategies and gives no formula, so these 
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -57,6 +57,8 @@ class ByMeasure(Allocator):
     """Layers by a measure of their scores, the heads of each evenly."""
 
     measure: Measure = "entropy"
+
+    even_in_layer: ClassVar[bool] = True
 
     def __post_init__(self):
         check_one_of("measure", self.measure, Measure)

@@ -102,6 +102,8 @@ class Allocator:
 
     artefacts: ClassVar[tuple[str, ...]] = ()
     """Names of the calibrated arrays that it reads, of all layers."""
+    even_in_layer: ClassVar[bool] = False
+    """Whether all heads of a layer get as much where they have to (`BlockCosts.same_in_layer`)."""
 
     @property
     def overruns(self) -> bool:
@@ -246,6 +248,8 @@ class ByLayer(Allocator):
 
     layers: EvenLayers = EvenLayers()
     heads: EvenHeads = EvenHeads()
+
+    even_in_layer: ClassVar[bool] = True
 
     def __post_init__(self):
         check_a("layers", self.layers, EvenLayers)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from kvjax.cache.policy.allocate import Allocator, Global
+from kvjax.cache.policy.allocate import Allocator
 from kvjax.cache.policy.block_cost import smallest
 from kvjax.cache.policy.checks import MOST_UNIT, check_one_of, check_wholes, wanted
 
@@ -61,8 +61,8 @@ class Selector:
 
     def check_with(self, allocator: Allocator) -> None:
         """Raise `UserError` where the two cannot go together."""
-        if self.scope == "layer" and isinstance(allocator, Global):
-            raise wanted("scope", self.scope, "an allocator by layer, not a global one")
+        if self.scope == "layer" and not allocator.even_in_layer:
+            raise wanted("scope", self.scope, uneven(allocator))
 
     def eviction_scores(
         self,
@@ -91,6 +91,11 @@ class Selector:
     def choose(self, of: Candidates) -> Bool[Array, "H T"]:
         """Marks the `count` KVs of each head that go."""
         return smallest(of.scores, of.count, of.threshold)
+
+
+def uneven(allocator: Allocator) -> str:
+    """What is wanted where all heads of a layer have to keep as much."""
+    return f"an allocator by layer, which {type(allocator).__name__} is not"
 
 
 def evicted_kvs(selector: Selector, of: Candidates) -> Bool[Array, "*rows H T"]:
