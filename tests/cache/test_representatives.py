@@ -1,9 +1,13 @@
 """OpenVINO's rule of representatives and the paper's, on one small layer, against the oracle."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.methods import kvcrush
+from kvjax.cache.methods.k_means import spread
 from kvjax.cache.methods.kvcrush import SpreadOverBits
+from kvjax.cache.policy.representatives import times_over
 from kvjax.cache.policy.select import Candidates
 from tests.cache.stand_in import QUICKLY
 from tests.oracle.representatives import crush
@@ -53,3 +57,33 @@ def test_representatives_are_those_of_the_oracle(openvino, unit, anchor):
         for head in range(H):
             got = np.flatnonzero(~np.asarray(gone)[head]).tolist()
             assert got == want[0, head], (openvino, unit, anchor, kept)
+
+
+MANY = [(114_688, 49_152), (114_688, 114_688), (1 << 20, 262_147), ((1 << 30) - 1, 3), (70_001, 1)]
+"""Candidates and representatives whose product passes 32 bits, and others."""
+
+
+@pytest.mark.parametrize(("amount", "wanted"), MANY)
+def test_shares_of_many_are_whole_numbers(amount, wanted):
+    index = np.random.default_rng(0).integers(0, wanted, 1000, endpoint=True)
+    for whole, parts in ((amount, wanted), (wanted, amount)):
+        got = QUICKLY(times_over)(*(np.asarray(x, np.uint32) for x in (index, whole, parts)))
+        want = np.divmod(index.astype(np.uint64) * np.uint64(whole), np.uint64(parts))
+        for one, other in zip(got, want, strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_each_bin_of_many_has_one_representative():
+    amount, wanted = 114_688, 49_152
+    number = np.arange(wanted + 1, dtype=np.int64) * amount // wanted
+    want = (number[:-1] + number[1:] - 1) // 2
+    selector, position = SpreadOverBits(pick="middle"), np.arange(amount, dtype=np.int32)
+    picked = QUICKLY(lambda *x: kvcrush._one_per_bin(selector, *x))(
+        np.zeros(amount, np.float32), np.ones(amount, bool), position, np.int32(wanted)
+    )
+    assert np.array_equal(np.flatnonzero(picked), want)
+
+
+def test_centroids_of_many_begin_evenly_spaced():
+    start = spread(49_152, jnp.uint32(114_688), jnp.int32(49_152))
+    assert np.array_equal(start, np.arange(49_152, dtype=np.int64) * 114_688 // 49_152)

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from kvjax.cache.policy.checks import check_wholes
 from kvjax.cache.policy.method import Method
-from kvjax.cache.policy.representatives import Representatives, wrapped
+from kvjax.cache.policy.representatives import Representatives, times_over, wrapped
 from kvjax.cache.policy.select import Candidates
 
 CENTROIDS_AT_ONCE = 64
@@ -80,6 +80,15 @@ def _near_centroids(
     return jax.lax.map(lambda x: _k_means(chosen, *x), args)
 
 
+def spread(
+    most: int, amount: UInt32[Array, ""], clusters: Int32[Array, ""]
+) -> UInt32[Array, " most"]:
+    """Which of an amount of candidates each centroid begins at; of those that are wanted, evenly
+    spaced ones."""
+    index = jnp.arange(most, dtype=jnp.uint32)
+    return times_over(index, amount, jnp.maximum(clusters.astype(jnp.uint32), 1))[0]
+
+
 def _k_means(
     chosen: NearCentroids,
     features: Float[Array, "T d"],
@@ -93,8 +102,7 @@ def _k_means(
     last = jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(candidate, position, last))
     amount = jnp.sum(candidate, dtype=jnp.uint32)
-    index = jnp.arange(most, dtype=jnp.uint32)
-    start = index * amount // jnp.maximum(clusters.astype(jnp.uint32), 1)
+    start = spread(most, amount, clusters)
     features = jnp.where(candidate[:, None], features, 0)
     centroids = features[order[jnp.minimum(start, num_keys - 1)]]
 

@@ -24,7 +24,7 @@ from kvjax.cache.policy.allocate import Allocator
 from kvjax.cache.policy.block_cost import lowest
 from kvjax.cache.policy.checks import check_one_of, check_wholes, wanted
 from kvjax.cache.policy.method import Method
-from kvjax.cache.policy.representatives import Representatives, wrapped
+from kvjax.cache.policy.representatives import Representatives, times_over, wrapped
 from kvjax.cache.policy.select import Candidates, Scope, page_sums, uneven
 from kvjax.checks import INT32_MAX
 
@@ -198,8 +198,9 @@ def _member(
 ) -> UInt32[Array, " T"]:
     """The rank that is taken out of the bin of each rank."""
     amount, wanted = jnp.maximum(amount, 1), jnp.maximum(wanted, 1)
-    bin_of = (wanted * (rank + 1) - 1) // amount
-    start, end = bin_of * amount // wanted, (bin_of + 1) * amount // wanted
+    before, left = times_over(rank + 1, wanted, amount)
+    bin_of = jnp.where(left > 0, before, before - 1)
+    start, end = (times_over(at, amount, wanted)[0] for at in (bin_of, bin_of + 1))
     if chosen.pick == "middle":
         return (start + end - 1) // 2
     drawn = np.random.default_rng(chosen.seed).integers(0, 2**16, rank.shape[0])

@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt32
 
 from kvjax.cache.policy.block_cost import lowest
 from kvjax.cache.policy.checks import MOST_UNIT, check_numbers, check_wholes
@@ -57,6 +58,26 @@ class Representatives(Selector):
         candidate = lowest(of.scores, count + budget)
         picked = self.stand_ins(of, candidate, count + budget, budget)
         return lowest(jnp.where(picked, jnp.inf, of.scores), count)
+
+
+def times_over(
+    index: UInt32[Array, "*n"], whole: UInt32[Array, ""], parts: UInt32[Array, ""]
+) -> tuple[UInt32[Array, "*n"], UInt32[Array, "*n"]]:
+    """index · whole / parts in whole numbers, and what is left over.
+
+    The product may pass 32 bits (114,688 candidates, 49,152 representatives), so it is divided bit
+    by bit, as by hand. Index and quotient have 32 bits, the parts at most 30.
+    """
+    times, rest = whole // parts, whole % parts
+
+    def bit(n, state):
+        found, left = state
+        left = 2 * left + jnp.where(index >> (31 - n) & 1 == 1, rest, 0)
+        return 2 * found + left // parts, left % parts
+
+    none = jnp.zeros_like(index)
+    found, left = lax.fori_loop(jnp.uint32(0), jnp.uint32(32), bit, (none, none))
+    return index * times + found, left
 
 
 def wrapped(
