@@ -23,7 +23,7 @@ from kvjax.eval.prompt_codecs import PROMPT_CODECS, PromptCodec
 from kvjax.eval.prompt_codecs.codes import in_codes
 from kvjax.eval.prompt_codecs.gear import Gear, start
 from kvjax.eval.prompt_codecs.kivi import KeysByChannel
-from kvjax.eval.prompt_codecs.kvquant import KVQuant, k_means
+from kvjax.eval.prompt_codecs.kvquant import KVQuant, k_means, middles_of
 from kvjax.eval.prompt_codecs.kvquant_calibrated import CalibratedKVQuant
 from kvjax.eval.prompt_codecs.mikv import MiKV
 from kvjax.eval.prompt_codecs.minicache import MiniCache
@@ -409,6 +409,13 @@ def test_levels_that_are_nearest_to_none_stay():
     levels = np.asarray(levels_after(50)(x, jnp.ones(60, bool)))
     assert levels[:6].tolist() == [5] * 6
     assert levels[6:].min() >= 5
+
+
+@pytest.mark.parametrize("size", [0, 5, 69 << 20, (1 << 31) - 1])
+def test_levels_begin_in_the_middle_of_equal_parts(size):
+    for levels in (4, 8, 16):
+        want = [(2 * i + 1) * size // (2 * levels) for i in range(levels)]
+        assert middles_of(levels, jnp.int32(size)).tolist() == want
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.policy import Artefacts, LayerView
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned, turned_back
@@ -99,6 +99,12 @@ class KVQuant(PromptCodec):
         return shape.num_layers * layer
 
 
+def middles_of(levels: int, size: Int32[Array, ""]) -> Int32[Array, " levels"]:
+    """The middle of each of so many equal parts of a size, in whole numbers below 2³¹."""
+    middle = 2 * jnp.arange(levels, dtype=jnp.int32) + 1
+    return middle * (size // (2 * levels)) + middle * (size % (2 * levels)) // (2 * levels)
+
+
 def k_means(
     x: Float[Array, "*n"], counts: Bool[Array, "*n"], levels: int, steps: int
 ) -> Float[Array, " levels"]:
@@ -110,7 +116,7 @@ def k_means(
     size = jnp.sum(counts)
     finite = jnp.where(jnp.isfinite(ordered), ordered, 0)
     sums = jnp.concatenate([jnp.zeros(1), jnp.cumsum(finite)])
-    at = (2 * jnp.arange(levels) + 1) * size // (2 * levels)
+    at = middles_of(levels, size)
 
     def step(_, centres):
         middles = (centres[1:] + centres[:-1]) / 2
