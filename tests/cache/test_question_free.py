@@ -14,6 +14,7 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods import get_method
 from kvjax.cache.methods.compactor import Compactor
 from kvjax.cache.methods.expected_attention import ExpectedAttention
+from kvjax.cache.methods.kvzip import OUTPUT_GRAM, Repeated
 from kvjax.cache.methods.triattention import ExpectedOfCentre
 from kvjax.cache.policy import LayerView, Scores
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned_back
@@ -124,6 +125,35 @@ def test_a_head_without_numbers_costs_compactor_no_other(drawn):
     assert np.isfinite(metric).all()
     assert np.std(metric[0]) > 0.5
     assert not metric[1].any()
+
+
+def test_queries_that_nothing_enters_repeat_nothing():
+    """The first does not count anyway, nor do the last two, which are padding."""
+    rng = np.random.default_rng(2)
+    held, size, length = 20, 8, 6
+    q, k, v = (
+        rng.standard_normal((n, h, D)).astype(np.float32)
+        for n, h in ((size, H * R), (held + size, H), (held + size, H))
+    )
+    hidden = rng.standard_normal((size, 5)).astype(np.float32)
+    hidden[[0, 3, 6, 7]] = 0
+    half = rng.standard_normal((H * R, D, 7)).astype(np.float32)
+    given = {OUTPUT_GRAM: jnp.einsum("hdi,hei->hde", half, half)}
+
+    def metric(q, k, v, hidden, length):
+        q, k, v, hidden = map(jnp.asarray, (q, k, v, hidden))
+        log_sum = jnp.full((H * R, len(q)), 4.0)
+        view = LayerView(
+            0, q, k, jnp.int32(length), jnp.int32(held), v=v, hidden=hidden, log_sum=log_sum
+        )
+        return np.asarray(Repeated(plus=True, first=1).score(view, given).metric)[:, :held]
+
+    found = metric(q, k, v, hidden, length)
+    assert np.isfinite(found).all()
+    assert (found > 0).all()
+    others = np.arange(size) != 3
+    want = metric(q[others], k[:-1], v[:-1], hidden[others], length - 1)
+    np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("start", "ahead"), [(0, 1), (2000, 512)])

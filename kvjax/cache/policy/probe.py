@@ -96,7 +96,8 @@ class Probed(Scorer):
         return True
 
     def query_factor(self, view: LayerView) -> Float[Array, " T"] | None:
-        """What the attention of each query is divided by; None for nothing."""
+        """What the attention of each query is divided by; None for nothing. A query of 0 does not
+        count."""
         return None
 
     def key_factor(self, view: LayerView, artefacts: Artefacts) -> Float[Array, "H r P"] | None:
@@ -115,10 +116,12 @@ class Probed(Scorer):
         q = q.reshape(-1, AT_ONCE, view.num_heads, q.shape[1] // view.num_heads, d)
         log_sum = jnp.pad(view.log_sum, ((0, 0), (0, short)))
         log_sum = log_sum.reshape(view.num_heads, -1, q.shape[0], AT_ONCE)
-        bias = jnp.where(counts, 0.0, -jnp.inf)
+        bias = jnp.zeros(num_tokens + short)
         if (divided := self.query_factor(view)) is not None:
-            bias = bias - jnp.log(jnp.pad(divided, (0, short), constant_values=1.0))
-        bias = bias.reshape(q.shape[0], AT_ONCE)
+            divided = jnp.pad(divided, (0, short))
+            counts = counts & (divided > 0)
+            bias = -jnp.log(jnp.where(counts, divided, 1))
+        bias = jnp.where(counts, bias, -jnp.inf).reshape(q.shape[0], AT_ONCE)
         # Keys of the chunk itself are not what is scored.
         held = view.k.shape[0] - num_tokens
         keys = view.k[:held].astype(jnp.float32)
