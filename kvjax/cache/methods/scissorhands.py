@@ -6,8 +6,10 @@ head keeps as much, and counts of the query heads are averaged. The original giv
 cache by weights that its paper does not list. Known from a third party's code (cold-compress) only.
 
 Decode steps go on counting. What is counted is kept in nine parts of 50 steps, of which the oldest
-goes as a whole, so while decoding the last 400 to 450 steps count; and a step counts for a group by
-its mean attention, which is all that a step tells.
+goes as a whole, so while decoding the last 401 to 450 steps count; and a step counts for a group by
+its mean attention, which is all that a step tells. With another window w a part has s = ⌈w / 8⌉
+steps: of a prompt the last w queries count, while decoding the last 8 s + 1 to 9 s, so that a
+window of 20 is one of 25 to 27 there, and one of up to 8 is one of 9.
 """
 
 import dataclasses
