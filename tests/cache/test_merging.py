@@ -142,10 +142,14 @@ def test_neighbours_of_like_keys_become_one(compressed, way):
         assert seen == L * H
 
 
-def test_a_sequence_is_merged_again_from_what_it_holds(compressed):
+@pytest.mark.parametrize("keeps", [(32,), (38, 30)], ids=["in order", "moved"])
+def test_a_sequence_is_merged_again_from_what_it_holds(compressed, keeps):
+    """Neighbours are those in the text, wherever a compression has moved them."""
     k, v, metric = prompt(3)
-    before = heads_of(compressed("in", MERGER, k, v, metric, 32))
-    after = heads_of(compressed("in", MERGER, k, v, metric, 32, KEEP))
+    before = heads_of(compressed("in", MERGER, k, v, metric, *keeps))
+    after = heads_of(compressed("in", MERGER, k, v, metric, *keeps, KEEP))
+    ways = [np.diff([x.position for x in kvs]) for kvs in before.values()]
+    assert any((way < 0).any() for way in ways) == (len(keeps) > 1)
     for name, kvs in after.items():
         old, new = by_position(before[name]), by_position(kvs)
         scores = metric[name[1], name[2]][old[0]]

@@ -3,6 +3,7 @@
 `tests.oracle.methods` knows the rules by heart and shares no code with kvjax.
 """
 
+import dataclasses
 from functools import cache, partial
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from kvjax import cache as kv
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.policy import LayerView
-from tests.oracle.methods import KEEPS, KEEPS_IN_POOL
+from tests.oracle.methods import KEEPS, KEEPS_IN_POOL, KEEPS_OF_SHORT
 from tests.oracle.question_free import calibrated
 from tests.oracle.scores import Prompt
 from tests.oracle.selection import newest_of
@@ -183,7 +184,11 @@ WITH_THE_ENGINE = (
 
 @pytest.mark.parametrize("name", [marked(name, *LIKE_OTHERS, *WITH_THE_ENGINE) for name in METHODS])
 def test_keeps_what_the_oracle_keeps(name):
-    method = get_method(name)
+    method, rules = get_method(name), (KEEPS[name], KEEPS_IN_POOL[name])
+    if name in KEEPS_OF_SHORT:
+        protected, rule = KEEPS_OF_SHORT[name]
+        method, rules = dataclasses.replace(method, protected=protected), (rule, rule)
+    evicts = False
     for seed, (kind, length, cap) in enumerate(CASES):
         q, k, v, prompt = inputs(kind, length, cap, seed)
         keep = kv.budget_blocks(cap, L, H, B)
@@ -195,10 +200,11 @@ def test_keeps_what_the_oracle_keeps(name):
             k, v, scores, length, np.int32(keep), method.eviction, method.planes
         )
         assert ok
-        want = KEEPS[name](prompt)
+        want, in_pool = (rule(prompt) for rule in rules)
+        evicts |= any(len(kept) < length for kept in want.values())
         case = f"{name}: {kind}, {length} tokens, cap {cap}"
         assert positions(direct, 1) == want, case
-        assert positions(whole, 1) == KEEPS_IN_POOL[name](prompt), f"{case}, in the pool"
+        assert positions(whole, 1) == in_pool, f"{case}, in the pool"
         assert np.array_equal(report.freed, later.freed)
         kv.check_invariants(direct)
         kv.check_invariants(whole)
@@ -211,3 +217,4 @@ def test_keeps_what_the_oracle_keeps(name):
             newest = newest_of(-(-cap // B) * B, method.protected, *method.shares)
             guarded = min(length, newest + method.sinks)
             assert over <= 0 or (held == max(1, -(-guarded // B))).all(), case
+    assert evicts == method.compresses

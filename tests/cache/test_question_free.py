@@ -14,6 +14,9 @@ from kvjax.cache.calibration import Calibration
 from kvjax.cache.methods import get_method
 from kvjax.cache.methods.compactor import Compactor
 from kvjax.cache.methods.expected_attention import ExpectedAttention
+from kvjax.cache.methods.fastgen import ByPolicy
+from kvjax.cache.methods.key_norm import KeyNorm
+from kvjax.cache.methods.keydiff import KeyDiff
 from kvjax.cache.methods.kvzip import OUTPUT_GRAM, Repeated
 from kvjax.cache.methods.triattention import ExpectedOfCentre
 from kvjax.cache.policy import LayerView, Scores
@@ -166,6 +169,30 @@ def test_expected_attention_looks_ahead_from_where_it_is(drawn, start, ahead):
         want = expected_row(queries, at, k[:, h], v[:, h], at, start + LENGTH, ahead)
         there = ~np.isnan(want)
         np.testing.assert_allclose(got[h, :LENGTH][there], want[there], rtol=2e-3)
+
+
+def test_fastgen_keeps_everything_where_no_policy_keeps_enough():
+    """Attention that is even over what a query sees: all but everything keeps some 93 % of it."""
+    k = jnp.asarray(np.random.default_rng(3).standard_normal((LENGTH, H, D)), jnp.float32)
+    view = LayerView(0, jnp.zeros((LENGTH, H * R, D)), k, jnp.int32(LENGTH), jnp.int32(0))
+    some, every = (ByPolicy(recovered=n).score(view, {}).metric for n in (0.9, 0.99))
+    given = np.tril(np.ones((LENGTH, LENGTH))) / np.arange(1, LENGTH + 1)[:, None]
+    np.testing.assert_allclose(every, [given.mean(axis=0)] * H, rtol=1e-5)
+    assert ((some < 0).sum(axis=1) > LENGTH / 4).all()
+
+
+def test_norms_and_directions_of_short_keys_are_measured_in_float32(drawn):
+    short = jnp.asarray(drawn[1][:LENGTH], jnp.bfloat16)
+    long = np.asarray(short, np.float64)
+    norm = np.linalg.norm(long, axis=-1)
+    np.testing.assert_allclose(
+        -KeyNorm().of(0, short, jnp.zeros((LENGTH, H), jnp.int32)), norm, rtol=1e-5
+    )
+    view = LayerView(0, short[:, :0], short, jnp.int32(LENGTH), jnp.int32(0))
+    unit = long / norm[..., None]
+    mean = unit.mean(axis=0) / np.linalg.norm(unit.mean(axis=0), axis=-1, keepdims=True)
+    want = -np.sum(unit * mean, axis=-1).T
+    np.testing.assert_allclose(KeyDiff().score(view, {}).metric, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [TINY, SCALED])

@@ -87,3 +87,23 @@ def test_each_bin_of_many_has_one_representative():
 def test_centroids_of_many_begin_evenly_spaced():
     start = spread(49_152, jnp.uint32(114_688), jnp.int32(49_152))
     assert np.array_equal(start, np.arange(49_152, dtype=np.int64) * 114_688 // 49_152)
+
+
+def test_heads_that_lack_a_token_do_not_find_it_important():
+    """Heads that lost different tokens and hold theirs in different orders."""
+    rng = np.random.default_rng(5)
+    heads, size = 3, 24
+    count = np.array([20, 24, 13], np.int32)
+    position = np.full((heads, size), -1, np.int32)
+    for head in range(heads):
+        position[head, : count[head]] = rng.permutation(40)[: count[head]]
+    important = rng.random((heads, size)) < 0.7
+    found = np.asarray(QUICKLY(kvcrush._bits_by_position)(important, position, count))
+    held = [dict(zip(position[h, : count[h]], important[h])) for h in range(heads)]
+    lacking = 0
+    for head, other in np.ndindex(heads, heads):
+        at = position[head, : count[head]]
+        want = [held[other].get(token, False) for token in at]
+        assert found[head, other, : count[head]].tolist() == want
+        lacking += sum(token not in held[other] for token in at)
+    assert lacking > 20

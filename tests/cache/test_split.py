@@ -82,8 +82,13 @@ def test_a_safe_share_of_the_even_split_stays_in_every_head():
     metric[0, 0], metric[1, 1] = 1, 1
     keep = 2 * layers * heads * 4
     by_layer = ByLayer(heads=CheapestBlocks(safe=0.5))
-    # Of equal costs those of the first head go first.
-    cases = ((Global(safe=0.5), [[8, 4], [4, 16]]), (by_layer, [[12, 4], [4, 12]]))
+    # Of equal costs those of the first head go first; a part of a block is not safe.
+    cases = (
+        (Global(safe=0.5), [[8, 4], [4, 16]]),
+        (by_layer, [[12, 4], [4, 12]]),
+        (Global(safe=0.4), [[10, 3], [3, 16]]),
+        (ByLayer(heads=CheapestBlocks(safe=0.4)), [[13, 3], [3, 13]]),
+    )
     for allocator, want in cases:
         method = dataclasses.replace(PLAIN, allocator=allocator)
         cache = kv.init_cache(

@@ -51,6 +51,8 @@ from tests.oracle import prompt_codecs as oracle
 LAYERS, TOKENS, LENGTH, HIDDEN = 5, 48, 37, 24
 THREE = (3, 1, 8)
 """KV heads, query heads of each, channels; (2, 2, 16) where nothing else is said."""
+WIDE = (8, 1, 32)
+"""A row of two groups of 128 numbers."""
 
 
 @functools.cache
@@ -125,10 +127,10 @@ def test_mikv_has_more_bits_for_what_is_new_or_read(high, shape):
     assert_same(through(MiKV(high=high), *shape), oracle.mikv(q, k, v, high, 2, 200), (k, v))
 
 
-def test_zipcache_has_more_bits_for_what_is_salient():
+@pytest.mark.parametrize(("codec", "probes"), [(ZipCache(probes=150), 150), (ZipCache(), 50)])
+def test_zipcache_has_more_bits_for_what_is_salient(codec, probes):
     q, k, v, *_ = exact()
-    codec = ZipCache(probes=150)
-    want = oracle.zipcache(q, k, v, 4, 2, 600, 150, np.asarray(drawn(TOKENS)))
+    want = oracle.zipcache(q, k, v, 4, 2, 600, probes, np.asarray(drawn(TOKENS)))
     assert_same(through(codec), want, (k, v))
 
 
@@ -191,11 +193,13 @@ def test_calibrated_arrays_have_to_be_there(tiny_model):
     assert 0 < results["chat", variant.label, 1.0]["kl"] < 0.1
 
 
-@pytest.mark.parametrize(("bits", "shape"), [(2, ()), (4, THREE)])
+@pytest.mark.parametrize(("bits", "shape"), [(2, ()), (4, THREE), (2, WIDE)])
 def test_rotatekv_turns_sorts_and_keeps_sinks(bits, shape):
     _, k, v, hidden, frequency = exact(*shape)
-    codec = RotateKV(bits=bits, group=16, sinks=5)
-    want = oracle.rotatekv(k, v, hidden, frequency, bits, 16, 5)
+    codec = RotateKV(bits=bits, sinks=5)
+    if shape != WIDE:
+        codec = dataclasses.replace(codec, group=16)
+    want = oracle.rotatekv(k, v, hidden, frequency, bits, 128 if shape == WIDE else 16, 5)
     assert_same(through(codec, *shape), want, (k, v))
 
 
@@ -252,8 +256,9 @@ def tiny_of(**changes) -> LoadedModel:
 
 @functools.cache
 def pass_of(heads: int) -> tuple[LoadedModel, DensePass]:
-    """A model with so many KV heads, and its pass over a prompt."""
-    model = tiny_of(num_kv_heads=heads)
+    """A model with so many KV heads, wide ones of four, and its pass over a prompt."""
+    wide = {"hidden_size": 160, "head_dim": 32} if heads == 4 else {}
+    model = tiny_of(num_kv_heads=heads, **wide)
     tokens = np.random.default_rng(0).integers(0, 256, TOKENS).astype(np.int32)
     run = jax.jit(functools.partial(dense_pass, model.config))
     return model, run(model.params, tokens, np.zeros(1, np.int32))
@@ -267,23 +272,25 @@ def weights_of(model: LoadedModel) -> np.ndarray:
     return np.concatenate(parts, axis=-1)
 
 
-@pytest.mark.parametrize(("heads", "rank"), [(1, 16), (2, 24)])
+@pytest.mark.parametrize(("heads", "rank"), [(1, 16), (2, 24), (4, 160)])
 def test_xquant_cl_adds_up_differences_of_layers(heads, rank):
     """Those of a subspace where it is narrower than what enters attention, else all of them."""
     model, dense = pass_of(heads)
-    codec = XQuantCL(bits=2, group=12, first=1)
+    codec, size, group = XQuantCL(bits=2, first=1), 160, 128
+    if rank < 128:
+        codec, size, group = dataclasses.replace(codec, group=12), 24, 12
     made = codec.from_weights(model)
     inner, outer = (np.asarray(made[name], np.float64) for name in (INPUT, OUTPUT))
     weight = weights_of(model)
-    assert inner.shape == (3, 24, rank)
+    assert inner.shape == (3, size, rank)
     np.testing.assert_allclose(inner.swapaxes(1, 2) @ inner, [np.eye(rank)] * 3, atol=1e-5)
     np.testing.assert_allclose(inner @ outer, weight, atol=1e-5)
-    assert (rank < 24) or (inner == np.eye(24)).all()
+    assert (rank < size) or (inner == np.eye(size)).all()
     call = jax.jit(functools.partial(passes.through_codec, codec))
     found = call(dense, jnp.int32(LENGTH), {**rope_artefacts(model.config), **made})
     frequency = np.asarray(rope_artefacts(model.config)[ROPE_FREQUENCY][0])
     k, v, hidden = (np.asarray(x, np.float64)[:, :LENGTH] for x in (dense.k, dense.v, dense.hidden))
-    want = oracle.xquant_cl(hidden, inner, weight, frequency, 2, 12, 1, k.shape[1:])
+    want = oracle.xquant_cl(hidden, inner, weight, frequency, 2, group, 1, k.shape[1:])
     assert_same([np.asarray(x)[:, :LENGTH] for x in found], want, (k, v))
 
 

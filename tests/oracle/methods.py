@@ -146,6 +146,16 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "kv-compress-continual": keeps_globally(kvc_scores(32, 2, 7), protected=32),
 }
 
+KEEPS_OF_SHORT = {
+    "paged-h2o-openvino": (
+        16,
+        keeps_shared(per_query(h2o_scores), protected=16, sinks=32, page=32),
+    ),
+    "lazyeviction": (24, keeps(hit_again, protected=24)),
+}
+"""Of methods that protect more than a short prompt has: how few of its newest tokens they do here,
+and what is kept then."""
+
 
 def _crushed(*, query_heads: bool) -> dict[str, Callable[[Prompt], Kept]]:
     """The KVCrush methods, with a bit for each query head or for each KV head."""
