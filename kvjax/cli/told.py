@@ -28,8 +28,8 @@ def tell_reached_rate(compression: Any, prompt_tokens: int, heads: int, block_si
         return
     print(
         f"warning: this prompt of {prompt_tokens} tokens is compressed {reached:.1f} times, not "
-        f"{rate:g}: a rate gives it {blocks * block_size // heads} tokens in whole blocks, at least "
-        f"{compression.floor} and a block of {block_size} in each head; --floor says less",
+        f"{rate:g}: a rate gives it {blocks * block_size // heads} tokens in whole blocks, at "
+        f"least {compression.floor} and a block of {block_size} in each head; --floor says less",
         file=sys.stderr,
     )
 
