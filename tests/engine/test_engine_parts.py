@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvjax.cache import CompressionConfig
 from kvjax.cache.methods import METHODS
 from kvjax.engine import memory
+from kvjax.engine.building import build
 from kvjax.engine.compilation import CompiledSteps, StepKey, sizes_upto
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.llm import LLM
@@ -309,11 +310,11 @@ def test_what_files_take_of_the_memory_is_there_and_what_others_may_not_have_is_
     "given", [{"compression": EngineConfig()}, {"config": CompressionConfig()}, {"model": None}]
 )
 def test_what_is_no_configuration_is_named(tiny_params, given):
-    asked = {"model": make_llm(tiny_params).model} | given
+    asked = {"model": make_llm(tiny_params).model, "compression": None, "config": None} | given
     (name,) = given
     with pytest.raises(UserError, match=rf"^{name} .*: give an? \w+ \({name}=…\)$"):
         # As where nothing checks types before.
-        inspect.unwrap(LLM.__init__)(object.__new__(LLM), **asked)
+        inspect.unwrap(build)(**asked, cache_dtype=None, calibration="none", draft=None)
 
 
 def test_memory_tells_the_plan_and_the_device(tiny_params, monkeypatch):
