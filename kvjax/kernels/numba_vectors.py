@@ -7,6 +7,7 @@ steps each. Sums and queries stay in registers while rows are read from where th
 import math
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core.errors import RequireLiteralValue
@@ -15,6 +16,24 @@ from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, intrinsic
 
 ROWS = 16
 """Rows that are worked on at once."""
+TALL = 6
+"""Rows of a tile that a product has in registers."""
+
+
+def _wide() -> tuple[int, int]:
+    """Columns of such a tile: how many numbers a vector has, and how many vectors a row.
+
+    With the `TALL` rows, a row of the second matrix and one number of the first they fill the
+    registers there are, 32 of 16 numbers or 16 of 8.
+    """
+    try:
+        features = llvmlite.binding.get_host_cpu_features()
+    except RuntimeError:
+        features = {}
+    return (16, 4) if features.get("avx512f") else (8, 2)
+
+
+WIDTH, VECTORS = _wide()
 _FLOAT, _INDEX = ir.FloatType(), ir.IntType(32)
 _FUSED = ("contract",)
 """A product and a sum may be one instruction."""
@@ -74,15 +93,63 @@ def add_weighted(typing, weights, rows, out, d):
 
 
 @intrinsic
+def product(typing, a, b, out, depth, strides, width, vectors):
+    """A tile of a product of matrices: `TALL` rows of a [n, depth] times b [depth, columns].
+
+    Args: addresses, of a's first row, of b's first row, and of the result's; the depth, at least
+    1; bytes from row to row of the three, a tuple; numbers of a vector and vectors of a row, which
+    are the columns, literals. All numbers are float32.
+    """
+    lanes, count = (_literal(x, "width and vectors") for x in (width, vectors))
+
+    def build(context, builder, signature, arguments):
+        a, b, out, depth, strides, _, _ = arguments
+        a_stride, b_stride, out_stride = (builder.extract_value(strides, i) for i in range(3))
+        vector, word = ir.VectorType(_FLOAT, lanes), ir.IntType(64)
+        rows = [a]
+        for _ in range(TALL - 1):
+            rows.append(builder.add(rows[-1], a_stride))
+        before = builder.block
+        loop, behind = (builder.append_basic_block(name) for name in ("loop", "behind"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step, from_b = builder.phi(word), builder.phi(word)
+        sums = [[builder.phi(vector) for _ in range(count)] for _ in range(TALL)]
+        of_b = [_load(builder, from_b, j, lanes) for j in range(count)]
+        found = []
+        for row in rows:
+            first = builder.inttoptr(row, _FLOAT.as_pointer())
+            x = _everywhere(builder, builder.load(builder.gep(first, [step]), align=4), lanes)
+            found.append([builder.fmul(x, y, flags=_FUSED) for y in of_b])
+        for i in range(TALL):
+            for j in range(count):
+                found[i][j] = builder.fadd(sums[i][j], found[i][j], flags=_FUSED)
+                sums[i][j].add_incoming(ir.Constant(vector, None), before)
+                sums[i][j].add_incoming(found[i][j], loop)
+        for phi, start, more in ((step, word(0), word(1)), (from_b, b, b_stride)):
+            phi.add_incoming(start, before)
+            phi.add_incoming(builder.add(phi, more), loop)
+        after = builder.add(step, word(1))
+        builder.cbranch(builder.icmp_signed("<", after, depth), loop, behind)
+        builder.position_at_end(behind)
+        for row in found:
+            for j, x in enumerate(row):
+                _store(builder, x, out, j, lanes)
+            out = builder.add(out, out_stride)
+        return context.get_dummy_value()
+
+    addresses = [types.int64] * 4
+    return types.none(*addresses, types.UniTuple(types.int64, 3), width, vectors), build
+
+
+@intrinsic
 def to_float32(typing, source, out, d, kind):
     """A row of d numbers as they are stored, in float32.
 
     Args: addresses, of the stored row and of the result; d and `kind`, what is stored, literals.
     """
     width = _width(d)
-    if not isinstance(kind, types.IntegerLiteral):
-        raise RequireLiteralValue("kind")
-    stored = kind.literal_value
+    stored = _literal(kind, "kind")
     numbers = {FLOAT32: _FLOAT, BFLOAT16: ir.IntType(16)}.get(stored, ir.IntType(8))
 
     def build(context, builder, signature, arguments):
@@ -120,9 +187,14 @@ def _nibbles(builder: ir.IRBuilder, source: ir.Value, out: ir.Value, half: int) 
 
 def _width(d: types.Type) -> int:
     """Numbers of a vector, of which a row is a multiple."""
-    if not isinstance(d, types.IntegerLiteral):
-        raise RequireLiteralValue("d")
-    return math.gcd(d.literal_value, ROWS)
+    return math.gcd(_literal(d, "d"), ROWS)
+
+
+def _literal(x: types.Type, name: str) -> int:
+    """The value of an argument that must be known when a function is compiled."""
+    if not isinstance(x, types.IntegerLiteral):
+        raise RequireLiteralValue(name)
+    return x.literal_value
 
 
 def _index(i: int) -> ir.Constant:

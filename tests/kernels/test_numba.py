@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from numba import cfunc, njit
 
-from kvjax.kernels import explain, numba_calls, numba_threads, paged_attention
+from kvjax.kernels import explain, numba_calls, numba_source, numba_threads, paged_attention
 from kvjax.kernels.paged_attention import numba_cpu, spec
+from kvjax.kernels.prefill_attention import numba_cpu as prefill_cpu
 from tests.kernels.devices import H200
 from tests.kernels.paged import Problem, assert_exact, problem, run_numba
 
@@ -89,7 +90,8 @@ def test_without_numba_xla_serves(monkeypatch) -> None:
     assert "Python without Numba (pip install '.[cpu]')" in found
 
 
-def test_what_lies_on_disk_is_of_this_version(monkeypatch) -> None:
+@pytest.mark.parametrize(("attention", "of"), [(numba_cpu, (1, 2, 0, 0)), (prefill_cpu, (1, 2))])
+def test_what_lies_on_disk_is_of_this_version(attention, of, monkeypatch) -> None:
     """Numba tells functions on disk by what they close over, and by their own file alone."""
     made = []
 
@@ -98,13 +100,14 @@ def test_what_lies_on_disk_is_of_this_version(monkeypatch) -> None:
         return numba_calls.compiled(_nothing, _SIGNATURE)
 
     stand_in = types.SimpleNamespace(**{**vars(numba_calls), "compiled": compiled})
-    monkeypatch.setattr(numba_cpu, "calls", stand_in)
     monkeypatch.setattr(numba_threads, "lend", lambda *_: None)
     monkeypatch.setattr(stand_in, "register", lambda *_: None)
-    monkeypatch.setattr(numba_cpu.inspect, "getsource", lambda module: "anything")
-    numba_cpu._compiled.__wrapped__(1, 2, 0, 0)
-    of = zlib.crc32(b"anything" * 3)
-    assert [inspect.getclosurevars(f).nonlocals["stamp"] for f in made] == [of, of]
+    monkeypatch.setattr(attention, "calls", stand_in)
+    monkeypatch.setattr(numba_source.inspect, "getsource", lambda module: "anything")
+    monkeypatch.setattr(numba_source, "stamp", numba_source.stamp.__wrapped__)
+    attention._compiled.__wrapped__(*of)
+    stamp = zlib.crc32(b"anything" * 4)
+    assert [inspect.getclosurevars(f).nonlocals["stamp"] for f in made] == [stamp, stamp]
 
 
 def test_codes_of_sequences_that_are_not_observed() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.kernels import Prefix, explain, prefill_attention, prefill_attention_with_log_sum
-from kvjax.kernels.prefill_attention import cudnn, reference, splash
+from kvjax.kernels.prefill_attention import cudnn, numba_cpu, reference, splash
 from tests.kernels.devices import A100, H200, TPU_V5E
 from tests.oracle import attend
 
@@ -48,7 +48,7 @@ def allowed(dtype: str) -> float:
 
 @pytest.mark.parametrize("with_prefix", [False, True], ids=["alone", "behind a prefix"])
 @pytest.mark.parametrize(("d", "dtype"), [(64, "float32"), (80, "bfloat16"), (128, "bfloat16")])
-@pytest.mark.parametrize("name", ["xla", "splash", "cudnn"])
+@pytest.mark.parametrize("name", ["xla", "numba", "splash", "cudnn"])
 def test_exact(name: str, d: int, dtype: str, with_prefix: bool, monkeypatch) -> None:
     arguments, prefix, answer = problem(d, dtype, with_prefix)
     scale = 1 / math.sqrt(d)
@@ -56,12 +56,14 @@ def test_exact(name: str, d: int, dtype: str, with_prefix: bool, monkeypatch) ->
         monkeypatch.setattr(cudnn, "_with_lse", dense_with_lse)
     causal = {
         "xla": reference.causal,
+        "numba": numba_cpu.causal,
         "splash": functools.partial(splash.causal, interpret=True),
         "cudnn": cudnn.causal,
     }[name]
     part = causal(*arguments, scale)
     if prefix is not None:
-        over_prefix = cudnn.over_prefix if name == "cudnn" else reference.over_prefix
+        own = {"cudnn": cudnn.over_prefix, "numba": numba_cpu.over_prefix}
+        over_prefix = own.get(name, reference.over_prefix)
         before = over_prefix(arguments[0], prefix.k, prefix.v, prefix.length, scale)
         part = reference.merged(part, before)
     out = reference.normalised(part, dtype)

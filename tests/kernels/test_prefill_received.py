@@ -20,14 +20,17 @@ TOKENS = [1, 61, 64]
 """A part of a tile; three loops of tiles, the last tile in part or whole."""
 
 
-@pytest.fixture(params=["one head at a time", "all heads at once"], autouse=True)
-def small_tiles(monkeypatch, request):
-    """Tiles of 8 queries, loops of two or three tiles."""
+@pytest.fixture(params=["numba", "one head at a time", "all heads at once"])
+def name(monkeypatch, request):
+    """Of an implementation; XLA's with tiles of 8 queries, loops of two or three tiles."""
+    if request.param == "numba":
+        return "numba"
     monkeypatch.setattr(reference, "ROWS", 8 * R)
     monkeypatch.setattr(reference, "LOOPS", 3)
     monkeypatch.setattr(reference, "LOOP", 16)
     if request.param == "all heads at once":
         monkeypatch.setattr(reference, "one_at_a_time", lambda _: False)
+    return "xla"
 
 
 @functools.cache
@@ -55,18 +58,20 @@ def wanted(matrix, weight, power: int, excluded: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("tokens", "power", "excluded"), [(1, 2, 0), (61, 1, 0), (61, 2, 20), (64, 2, 1), (64, 1, 70)]
 )
-def test_sums_of_the_matrix(tokens, power, excluded):
+def test_sums_of_the_matrix(tokens, power, excluded, name):
     q, k, v, matrix = prompt(tokens)
     weight = np.where(np.arange(tokens) < tokens - 2, 0.9 ** np.arange(tokens)[::-1], 0)
-    got = told(q, k, v, weight, power=power, excluded_distance=excluded)[2]
+    options = {"power": power, "excluded_distance": excluded}
+    got = told(q, k, v, weight, implementation=name, **options)[2]
     np.testing.assert_allclose(got, wanted(matrix, weight, power, excluded), rtol=3e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_attention_and_log_sums_by_segments(tokens):
+def test_attention_and_log_sums_by_segments(tokens, name):
     q, k, v, _ = prompt(tokens)
-    out, log_sum, _ = told(q, k, v, np.ones(tokens))
-    alone = jax.jit(prefill_attention_with_log_sum)(*map(jnp.asarray, (q, k, v)))
+    out, log_sum, _ = told(q, k, v, np.ones(tokens), implementation=name)
+    without = functools.partial(prefill_attention_with_log_sum, implementation=name)
+    alone = jax.jit(without)(*map(jnp.asarray, (q, k, v)))
     for t in range(tokens):
         for head in range(H):
             rows = slice(head * R, (head + 1) * R)
@@ -78,11 +83,11 @@ def test_attention_and_log_sums_by_segments(tokens):
     np.testing.assert_allclose(alone[1], log_sum, rtol=0, atol=1e-6)
 
 
-def test_scale_and_large_logits():
+def test_scale_and_large_logits(name):
     q, k, v, _ = prompt(61)
     for scale in (0.01, 30.0):
         matrix = causal_attention(q, k, scale)
-        got = told(q, k, v, np.ones(61), scale=scale)[2]
+        got = told(q, k, v, np.ones(61), scale=scale, implementation=name)[2]
         np.testing.assert_allclose(got, wanted(matrix, np.ones(61), 1, 0), rtol=2e-3, atol=1e-6)
 
 

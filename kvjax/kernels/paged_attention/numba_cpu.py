@@ -9,10 +9,8 @@ of 8 or 4 bits with scales: they become float32 on the way.
 
 import dataclasses
 import functools
-import inspect
 import math
 import threading
-import zlib
 from typing import Any, no_type_check
 
 import jax
@@ -25,10 +23,11 @@ from numba.misc.special import literally
 from numba.np.numpy_support import carray
 
 from kvjax.kernels import numba_calls as calls
+from kvjax.kernels import numba_source
 from kvjax.kernels import numba_threads as threads
-from kvjax.kernels import numba_vectors as vectors
 from kvjax.kernels.encoded import Encoded, turned
 from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, bfloat16_at, float32s, int32s
+from kvjax.kernels.numba_softmax import FAST, exp, exponentials
 from kvjax.kernels.numba_vectors import ROWS, add_weighted, dots, to_float32
 from kvjax.kernels.paged_attention.spec import Shape
 
@@ -38,14 +37,6 @@ RESULT_BYTES = 1 << 28
 """What pieces may give in all, in bytes."""
 STORED_ROWS = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 STORED_CODES = {"int8": INT8, "int4": INT4}
-FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
-"""Sums in any order; but what is not finite stays so, and is nobody else's."""
-LOG2_E = np.float32(1.4426950408889634)
-POWER_OF_TWO = tuple(
-    np.float32(x)
-    for x in (1, 0.69314718, 0.24022651, 0.05550411, 0.00961813, 0.00133336, 0.00015404)
-)
-"""Of 2^x between −½ and ½: the Taylor series, to 1e-8 of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +131,7 @@ def _target(r: int, d: int, keys: int, values: int) -> str:
 def _compiled(r: int, d: int, keys: int, values: int) -> str:
     """For a group, a head dimension and what is stored; all else is read from the call."""
     name = f"kvjax_paged_attention_{r}_{d}_{keys}_{values}"
-    # Makes what lies on disk unlike that of other versions of what is compiled into it.
-    stamp = zlib.crc32("".join(map(inspect.getsource, (calls, threads, vectors))).encode())
+    stamp = numba_source.stamp()
 
     @no_type_check
     def task(team):
@@ -237,7 +227,6 @@ def _attend(address, chunk, frame, r, d, keys, values):
         piece = chunk - before
         begin = piece * PIECE_TOKENS
         n = min(_length(frame, row) - begin, PIECE_TOKENS)
-        padded = -(-n // ROWS) * ROWS
         for t in range(0, n, ROWS):
             _find(at, place, tile, k, blocks, table[row], begin + t, n - t, d, b, keys)
             for i in range(r):
@@ -247,24 +236,7 @@ def _attend(address, chunk, frame, r, d, keys, values):
                     for j in range(ROWS):
                         s[i, t + j] *= bfloat16_at(k_scale, place[j])
         for i in range(r):
-            for t in range(n, padded):
-                s[i, t] = -np.inf
-            for j in range(ROWS):
-                lane[j] = -np.inf
-            for t in range(0, padded, ROWS):
-                for j in range(ROWS):
-                    lane[j] = s[i, t + j] if s[i, t + j] > lane[j] else lane[j]
-            most = lane[0]
-            for j in range(1, ROWS):
-                most = lane[j] if lane[j] > most else most
-            for t in range(padded):
-                s[i, t] = _exp(s[i, t] - most)
-            for t in range(n, padded):
-                s[i, t] = 0
-            weight = np.float32(0)
-            for t in range(padded):
-                weight += s[i, t]
-            top[row, piece, i], total[row, piece, i] = most, weight
+            top[row, piece, i], total[row, piece, i] = exponentials(s[i], n, lane)
         if calls.num_results(frame) > _KEPT:
             kept = carray(
                 float32s(calls.result(frame, _KEPT)), (rows, most_pieces, r, PIECE_TOKENS)
@@ -344,7 +316,7 @@ def _merge(row, frame, r, d, keys):
         weight = np.float32(0)
         for piece in range(pieces):
             # From here on what a piece's weights count in all.
-            top[piece, i] = _exp(top[piece, i] - most)
+            top[piece, i] = exp(top[piece, i] - most)
             weight += total[piece, i] * top[piece, i]
         for piece in range(pieces):
             top[piece, i] /= weight
@@ -370,21 +342,3 @@ def _merge(row, frame, r, d, keys):
                 p = kept[t // PIECE_TOKENS, i, t % PIECE_TOKENS] * top[t // PIECE_TOKENS, i]
                 received += p * p if power == 2 else p
             metric[block * b + t - entry * b] += received
-
-
-@no_type_check
-@numba.njit(inline="always", fastmath=FAST)
-def _exp(x):
-    """e^x of a float32 that is not above 0, to 1e-7 of it; what is below 2^−125 becomes that."""
-    y = x * LOG2_E
-    y = np.float32(-125) if y < np.float32(-125) else y
-    whole = np.floor(y + np.float32(0.5))
-    y -= whole
-    p = POWER_OF_TWO[6]
-    p = p * y + POWER_OF_TWO[5]
-    p = p * y + POWER_OF_TWO[4]
-    p = p * y + POWER_OF_TWO[3]
-    p = p * y + POWER_OF_TWO[2]
-    p = p * y + POWER_OF_TWO[1]
-    p = p * y + POWER_OF_TWO[0]
-    return calls.times_power_of_two(p, np.int32(whole))

@@ -1,6 +1,7 @@
 """Attention of a prompt's queries: causal among themselves, whole over what a cache holds."""
 
 import dataclasses
+import importlib.util
 import math
 from typing import no_type_check
 
@@ -48,8 +49,8 @@ def prefill_attention(
         v: values of the same tokens.
         prefix: what the cache holds of the tokens before; each head has its own length.
         scale: factor of the logits, 1/√d by default.
-        implementation: "cudnn" (NVIDIA GPUs), "splash" (TPUs) or "xla"; None picks by device and
-            shape (`kvjax.kernels.explain` says which and why).
+        implementation: "cudnn" (NVIDIA GPUs), "splash" (TPUs), "numba" (CPUs) or "xla"; None picks
+            by device and shape (`kvjax.kernels.explain` says which and why).
 
     Raises:
         ValueError: an argument does not fit, or the implementation asked for is unknown or does not
@@ -113,9 +114,14 @@ def prefill_attention_with_received(
         raise wanted("query_weight shape", list(query_weight.shape), list(q.shape[:1]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     name = choice(q, k, v, implementation=implementation).name
-    if name == "xla":
+    if name in ("numba", "xla"):
         observed = reference.Observed(query_weight, power, excluded_distance)
-        part, received = reference.causal_with_received(q, k, v, scale, observed)
+        causal_with_received = reference.causal_with_received
+        if name == "numba":
+            from kvjax.kernels.prefill_attention import numba_cpu
+
+            causal_with_received = numba_cpu.causal_with_received
+        part, received = causal_with_received(q, k, v, scale, observed)
         return reference.normalised(part, v.dtype), reference.log_sum(part), received
     out, log_sum = prefill_attention_with_log_sum(q, k, v, scale=scale, implementation=name)
     received = window_metrics(
@@ -143,6 +149,11 @@ def _partial(name: str, q, k, v, prefix: Prefix | None, scale: float) -> referen
         from kvjax.kernels.prefill_attention import splash
 
         part = splash.causal(q, k, v, scale)
+    elif name == "numba":
+        from kvjax.kernels.prefill_attention import numba_cpu
+
+        part = numba_cpu.causal(q, k, v, scale)
+        over_prefix = numba_cpu.over_prefix
     else:
         part = reference.causal(q, k, v, scale)
     if prefix is not None:
@@ -172,7 +183,16 @@ def choice(
         if q.dtype == "float16":
             raise NotImplementedError("float16, which TPUs have no vector type for")
 
-    candidates = {"cudnn": cudnn, "splash": splash, "xla": lambda _: None}
+    def numba(where: Device) -> None:
+        if where.platform != "cpu":
+            raise NotImplementedError(f"device {where.kind}")
+        if importlib.util.find_spec("numba") is None:
+            raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
+        from kvjax.kernels.prefill_attention import numba_cpu
+
+        numba_cpu.check()
+
+    candidates = {"cudnn": cudnn, "splash": splash, "numba": numba, "xla": lambda _: None}
     return choose(implementation, candidates, q)
 
 
