@@ -251,4 +251,5 @@ def _merged(
         return k_rows.astype(k.dtype), v_rows.astype(v.dtype)
 
     layers = jnp.arange(k.shape[0], dtype=jnp.int32)
-    return jax.lax.map(fold, (layers, k, v, position, order, goes, stays))
+    inputs = layers, k, v, position, order, goes, stays
+    return jax.lax.map(fold, inputs, batch_size=merger.layers_at_once)

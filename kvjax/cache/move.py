@@ -195,9 +195,8 @@ def _merged(
         own = of_layer(merger.reads(artefacts), artefacts, layer)
         return merger.fold(k, v, position, score, goes, stays, seq_len, own)
 
-    k_rows, v_rows = jax.lax.map(fold, (
-        layer, k, v, found.position, found.scores, goes, stays, seq_len[:, 0],
-    ))  # fmt: skip
+    inputs = layer, k, v, found.position, found.scores, goes, stays, seq_len[:, 0]
+    k_rows, v_rows = jax.lax.map(fold, inputs, batch_size=merger.layers_at_once)
     if window is not None:
         window = window.changed(slot, layer, k_rows, v_rows)
     blocks = (*table.shape, kv.shape[1], -1)

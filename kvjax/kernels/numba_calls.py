@@ -29,8 +29,8 @@ _STAGE, _ARGUMENTS, _NUM_RESULTS, _RESULTS = 4, 9, 12, 14
 """Of XLA_FFI_CallFrame: the stage, and the lists of arguments' and results' buffers."""
 _METADATA = 3
 """Of XLA_FFI_Metadata_Extension."""
-_DATA, _SIZES = 3, 5
-"""Of XLA_FFI_Buffer: where its elements are, and where the sizes of its axes."""
+_DATA, _RANK, _SIZES = 3, 4, 5
+"""Of XLA_FFI_Buffer: where its elements are, how many axes it has, and where their sizes are."""
 _EXECUTE = 3
 """XLA_FFI_ExecutionStage_EXECUTE."""
 
@@ -102,6 +102,13 @@ def num_results(frame):
 def sizes(frame, index):
     """The sizes of an argument's axes."""
     return words(words(words(frame[_ARGUMENTS])[index])[_SIZES])
+
+
+@no_type_check
+@numba.njit(inline="always")
+def rank(frame, index):
+    """How many axes an argument has."""
+    return words(words(frame[_ARGUMENTS])[index])[_RANK]
 
 
 @intrinsic

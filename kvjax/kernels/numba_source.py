@@ -4,7 +4,7 @@ import functools
 import inspect
 import zlib
 
-from kvjax.kernels import numba_calls, numba_softmax, numba_threads, numba_vectors
+from kvjax.kernels import numba_calls, numba_matrices, numba_threads, numba_vectors
 
 
 @functools.cache
@@ -13,5 +13,5 @@ def stamp() -> int:
 
     Numba tells functions on disk by what they close over, and by their own file alone.
     """
-    modules = numba_calls, numba_threads, numba_vectors, numba_softmax
+    modules = numba_calls, numba_threads, numba_vectors, numba_matrices
     return zlib.crc32("".join(map(inspect.getsource, modules)).encode())

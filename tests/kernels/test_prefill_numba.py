@@ -2,8 +2,6 @@
 
 import functools
 import importlib.util
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,7 @@ from kvjax.kernels.numba_vectors import TALL, VECTORS, WIDTH
 from kvjax.kernels.prefill_attention import numba_cpu, reference
 from kvjax.kernels.prefill_attention.reference import Observed
 from tests.kernels.devices import H200
+from tests.kernels.threads import assert_one_thread_suffices
 from tests.oracle import attend, causal_attention
 
 H, R, D = 2, 3, 16
@@ -88,20 +87,9 @@ def test_lengths_that_lead_nowhere_read_nothing_else(length: int) -> None:
 
 
 def test_one_thread_computes_what_several_do(tmp_path) -> None:
-    """In every bit, in a process that may use one core."""
-    script = """
-import os, sys
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-import numpy as np
-from tests.kernels.test_prefill_numba import LONG, told
-np.savez(sys.argv[1], *told(LONG))
-"""
-    file = tmp_path / "alone.npz"
-    subprocess.run([sys.executable, "-c", script, str(file)], check=True)
-    with np.load(file) as alone:
-        for name, wanted in zip(alone.files, told(LONG), strict=True):
-            np.testing.assert_array_equal(alone[name], wanted)
+    assert_one_thread_suffices(
+        tmp_path, "from tests.kernels.test_prefill_numba import LONG, told", "told(LONG)"
+    )
 
 
 def test_a_query_that_is_not_finite_is_nobody_elses() -> None:

@@ -24,12 +24,12 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.policy.allocate import ByLayer
 from kvjax.cache.policy.checks import MOST_WINDOW, check_numbers, check_wholes
-from kvjax.cache.policy.linear import cholesky_inverted
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.pooling import pool_metric
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned_back
 from kvjax.cache.policy.score import Artefacts, LayerView, Scorer, Scores
 from kvjax.checks import INT32_MAX
+from kvjax.kernels.linear import cholesky_inverted
 
 SINKS, NEWEST = 8, 4
 RIDGE = 1e-2

@@ -16,17 +16,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.policy.checks import check_numbers, check_wholes
-from kvjax.cache.policy.linear import cholesky_inverted
 from kvjax.cache.policy.merge import PROMPT_QUERY, Merger
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY, turned
 from kvjax.cache.policy.score import Artefacts, HeadAxis, QuerySample
 from kvjax.errors import UserError
+from kvjax.kernels import device, match_attention
 
 REFERENCE_QUERY = "reference_query"
 """Calibrated array [L, n, Hr, d]: queries before RoPE of n tokens of the calibration's texts."""
@@ -65,6 +64,12 @@ class AttentionMatched(Merger):
         check_numbers(self, 1e-6, 1e6, "stiffness", "drawn_back")
 
     @property
+    def layers_at_once(self) -> int | None:
+        # The heads of two layers are dealt to a CPU's threads more evenly; more are too much for
+        # its caches.
+        return 2 if device.of().platform == "cpu" else None
+
+    @property
     def queries(self) -> QuerySample | None:
         return QuerySample(self.newest, self.spread) if self.newest + self.spread else None
 
@@ -85,9 +90,10 @@ class AttentionMatched(Merger):
         frequency = artefacts[ROPE_FREQUENCY]
         q = [self._ahead(jnp.tile(x, (1, turns, 1)), seq_len, frequency) for x in some]
         q = jnp.concatenate(q, axis=1).reshape(k.shape[0], -1, k.shape[-1])
-        # What is left of a difference has to be right: no products in fewer bits.
-        with jax.default_matmul_precision("highest"):
-            return jax.vmap(self._matched)(q, k, v, dropped, kept)
+        return match_attention(
+            q, k, v, dropped, kept,
+            most_mass=MOST_MASS, stiffness=self.stiffness, drawn_back=self.drawn_back,
+        )  # fmt: skip
 
     def _ahead(
         self,
@@ -99,48 +105,6 @@ class AttentionMatched(Merger):
         step = jnp.arange(q.shape[1], dtype=jnp.int32) * self.ahead // q.shape[1]
         angle = (seq_len + step).astype(jnp.float32)[:, None] * frequency
         return turned(q, jnp.cos(angle), jnp.sin(angle)) * q.shape[-1] ** -0.5
-
-    def _matched(
-        self,
-        q: Float[Array, "Q d"],
-        k: Float[Array, "T d"],
-        v: Float[Array, "T d"],
-        dropped: Bool[Array, " T"],
-        kept: Bool[Array, " T"],
-    ) -> tuple[Float[Array, "T d"], Float[Array, "T d"]]:
-        """Keys and values of one head, by queries that are scaled by 1/√d."""
-        there = dropped | kept
-        # What nobody wrote may be no number, and so is 0 times it.
-        old = k.astype(jnp.float32), jnp.where(there[:, None], v.astype(jnp.float32), 0)
-        logit = q @ old[0].T
-        held = jnp.where(there, logit, -1e30)
-        weight = jnp.exp(held - jnp.max(held, axis=-1, keepdims=True))
-        stays = jnp.where(kept, weight, 0)
-        # Of what a query hardly looks at nothing may be left in float32, which tells it nothing.
-        mass, left = (jnp.maximum(jnp.sum(x, axis=-1), 1e-30) for x in (weight, stays))
-        lacks = jnp.clip(jnp.log(mass / left), 0, MOST_MASS)
-        gram = q.T @ q
-        ridge = self.stiffness * jnp.trace(gram) / q.shape[-1]
-        moved = _solved(gram, ridge, q.T @ lacks)
-
-        weight, stays = weight / mass[:, None], stays / left[:, None]
-        missing = (weight - stays) @ old[1]
-        gram = stays @ stays.T
-        ridge = self.drawn_back * jnp.trace(gram) / q.shape[0]
-        change = stays.T @ _solved(gram, ridge, missing)
-        given = kept[:, None] & jnp.any(dropped)
-        new = old[0] + moved, old[1] + change
-        k = jnp.where(given, new[0].astype(k.dtype), k)
-        return k, jnp.where(given, new[1].astype(v.dtype), v)
-
-
-def _solved(
-    gram: Float[Array, "n n"], ridge: Float[Array, ""], right: Float[Array, "n *m"]
-) -> Float[Array, "n *m"]:
-    """x of (gram + ridge · 1) x = right; gram is positive semidefinite."""
-    # A head that weighs nothing at all: nothing to solve, and no 0 / 0.
-    inverse = cholesky_inverted(gram + jnp.maximum(ridge, 1e-20) * jnp.eye(gram.shape[0]))
-    return inverse.T @ (inverse @ right)
 
 
 def matched(base: Method, name: str) -> Method:

@@ -22,6 +22,11 @@ class Merger:
     """As of `Scorer.head_axes`."""
 
     @property
+    def layers_at_once(self) -> int | None:
+        """Layers that are folded together; None for one after the other."""
+        return None
+
+    @property
     def queries(self) -> QuerySample | None:
         """Which of a prompt's queries it wants to see (`PROMPT_QUERY`); None for none."""
         return None

@@ -27,7 +27,7 @@ from kvjax.kernels import numba_source
 from kvjax.kernels import numba_threads as threads
 from kvjax.kernels.encoded import Encoded, turned
 from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, bfloat16_at, float32s, int32s
-from kvjax.kernels.numba_softmax import FAST, exp, exponentials
+from kvjax.kernels.numba_matrices import FAST, exp, exponentials
 from kvjax.kernels.numba_vectors import ROWS, add_weighted, dots, to_float32
 from kvjax.kernels.paged_attention.spec import Shape
 

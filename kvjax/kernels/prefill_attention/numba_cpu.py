@@ -24,7 +24,7 @@ from kvjax.kernels import numba_calls as calls
 from kvjax.kernels import numba_source
 from kvjax.kernels import numba_threads as threads
 from kvjax.kernels.numba_calls import float32s, int32s
-from kvjax.kernels.numba_softmax import FAST, exponentials
+from kvjax.kernels.numba_matrices import FAST, exponentials, multiply
 from kvjax.kernels.numba_vectors import ROWS, TALL, VECTORS, WIDTH, product
 from kvjax.kernels.prefill_attention.reference import Observed, Partial
 
@@ -111,13 +111,13 @@ def _attention(
     if observed is not None:
         rule = jnp.array([observed.power, observed.excluded_distance], jnp.int32)
         given += [observed.weight.astype(jnp.float32), rule]
-        shapes.append((spans, num_heads, group, num_tokens))
+        shapes += [each, (spans, *each)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     call = jax.ffi.ffi_call(_target(group, d), results, vmap_method="sequential")
     out, top, total, *received = call(*given)
     if not received:
         return (out, top, total), None
-    return (out, top, total), received[0].sum(0).reshape(num_query_heads, num_tokens)
+    return (out, top, total), received[0].reshape(num_query_heads, num_tokens)
 
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -136,19 +136,21 @@ def _compiled(r: int, d: int) -> str:
     name = f"kvjax_prefill_attention_{r}_{d}"
     stamp = numba_source.stamp()
     width = math.gcd(d, WIDTH)
-    rest = d % (width * VECTORS) // width
 
     @no_type_check
     def task(team):
         if stamp >= 0:
-            _work(team, r, d, width, rest)
+            _work(team, r, d, width)
         threads.leave(team)
 
     @no_type_check
     def call(frame):
         if calls.runs(frame) and stamp >= 0:
             chunks = calls.sizes(frame, 0)[0] * _spans(frame)
-            threads.run(frame, threads.address_of(name), 0, chunks)
+            threads.run(frame, threads.address_of(name), _TILES, chunks)
+            if calls.num_results(frame) > _RECEIVED:
+                heads = calls.sizes(frame, 0)[0] * r
+                threads.run(frame, threads.address_of(name), _SUMS, heads)
         return 0
 
     threads.lend(name, calls.compiled(task, types.void(types.int64)))
@@ -156,8 +158,10 @@ def _compiled(r: int, d: int) -> str:
     return name
 
 
-_RECEIVED = 3
-"""Of results the one that is there with a statistic only."""
+_TILES, _SUMS = 0, 1
+"""What the chunks of a call are, first and last."""
+_RECEIVED, _OF_SPANS = 3, 4
+"""Of results those that are there with a statistic only: in all, and of each span of queries."""
 
 
 @no_type_check
@@ -169,17 +173,25 @@ def _spans(frame):
 
 @no_type_check
 @numba.njit
-def _work(address, r, d, width, rest):
-    """Chunks of a team's call, spans of queries, while there are any."""
+def _work(address, r, d, width):
+    """Chunks of a team's call, spans of queries or query heads, while there are any."""
     chunk = threads.take(address)
-    if chunk < calls.words(address)[threads.TOTAL]:
-        _attend(address, chunk, r, d, width, rest)
+    team = calls.words(address)
+    if chunk >= team[threads.TOTAL]:
+        return
+    if team[threads.PHASE] == _TILES:
+        _attend(address, chunk, r, d, width)
+        return
+    while chunk < team[threads.TOTAL]:
+        _sum_up(chunk, calls.words(team[threads.FRAME]), r)
+        threads.finished(address)
+        chunk = threads.take(address)
 
 
 @no_type_check
 @numba.njit(fastmath=FAST, error_model="numpy")
-def _attend(address, chunk, r, d, width, rest):
-    _ = literally(r), literally(d), literally(width), literally(rest)
+def _attend(address, chunk, r, d, width):
+    _ = literally(r), literally(d), literally(width)
     team = calls.words(address)
     frame = calls.words(team[threads.FRAME])
     num_heads, padded = calls.sizes(frame, 0)[0], calls.sizes(frame, 0)[1]
@@ -232,7 +244,9 @@ def _attend(address, chunk, r, d, width, rest):
             if most == 0:
                 sums[:] = 0
             else:
-                _values(s, v + head * num_keys * d * 4, sums, most, across, d, width, rest)
+                values, strides = v + head * num_keys * d * 4, (across * 4, d * 4, d * 4)
+                weights, into = s.ctypes.data, sums.ctypes.data
+                multiply(weights, values, into, tile, most, d, strides, width)
             for i in range(min(tile, num_tokens * r - first)):
                 out[head, (first + i) % r, (first + i) // r] = sums[i]
         threads.finished(address)
@@ -241,33 +255,18 @@ def _attend(address, chunk, r, d, width, rest):
 
 @no_type_check
 @numba.njit(inline="always")
-def _values(s, v, sums, most, across, d, width, rest):
-    """Sums of values with a tile's weights."""
-    strides = (across * 4, d * 4, d * 4)
-    for i in range(0, s.shape[0], TALL):
-        weights, into = s.ctypes.data + i * across * 4, sums.ctypes.data + i * d * 4
-        columns = width * VECTORS
-        for c in range(0, d - d % columns, columns):
-            product(weights, v + c * 4, into + c * 4, most, strides, width, VECTORS)
-        if rest > 0:
-            c = d - d % columns
-            product(weights, v + c * 4, into + c * 4, most, strides, width, rest)
-
-
-@no_type_check
-@numba.njit(inline="always")
 def _clear(frame, number, head, r, num_tokens):
     """What no key has received yet of a head's span of queries."""
-    num_heads, start = calls.sizes(frame, 0)[0], calls.result(frame, _RECEIVED)
+    num_heads, start = calls.sizes(frame, 0)[0], calls.result(frame, _OF_SPANS)
     own = start + (number * num_heads + head) * r * num_tokens * 4
     carray(float32s(own), r * num_tokens)[:] = 0
 
 
 @no_type_check
-@numba.njit(inline="always", fastmath=FAST, error_model="numpy")
+@numba.njit(inline="always", fastmath={"contract"}, error_model="numpy")
 def _receive(frame, number, head, member, token, p, weight, r, num_tokens):
     """Add what keys receive of one query, whose weights are p over their sum."""
-    num_heads, start = calls.sizes(frame, 0)[0], calls.result(frame, _RECEIVED)
+    num_heads, start = calls.sizes(frame, 0)[0], calls.result(frame, _OF_SPANS)
     rule = int32s(calls.argument(frame, 6))
     counts = float32s(calls.argument(frame, 5))[token]
     own = start + ((number * num_heads + head) * r + member) * num_tokens * 4
@@ -275,8 +274,24 @@ def _receive(frame, number, head, member, token, p, weight, r, num_tokens):
     if rule[0] == 2:
         share = counts / (weight * weight)
         for j in range(token + 1 - rule[1]):
-            received[j] += share * p[j] * p[j]
+            received[j] += share * (p[j] * p[j])
     else:
         share = counts / weight
         for j in range(token + 1 - rule[1]):
             received[j] += share * p[j]
+
+
+@no_type_check
+@numba.njit
+def _sum_up(head, frame, r):
+    """What the keys of a query head receive, span after span."""
+    heads, spans = calls.sizes(frame, 0)[0] * r, _spans(frame)
+    num_tokens = np.int64(int32s(calls.argument(frame, 4))[0])
+    own = calls.result(frame, _RECEIVED) + head * num_tokens * 4
+    received = carray(float32s(own), num_tokens)
+    received[:] = 0
+    for span in range(spans):
+        start = calls.result(frame, _OF_SPANS) + (span * heads + head) * num_tokens * 4
+        part = carray(float32s(start), num_tokens)
+        for j in range(num_tokens):
+            received[j] += part[j]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cache.policy.linear import LEAF, cholesky_inverted
+from kvjax.kernels.linear import LEAF, cholesky_inverted
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 32, 33, 65, 144])
