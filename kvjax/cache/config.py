@@ -55,7 +55,8 @@ class CompressionConfig:
     """The least cap that a rate leads to, in tokens (128, as in KV-Compress); rounded up to whole
     blocks. Without effect on the other two."""
     window: int | None = None
-    """Overrides the method's observation window (and its protected window, if that is equal)."""
+    """Overrides the method's observation window (and its protected window, if that is equal); of
+    one that evicts and has none it is refused."""
     protected: int | None = None
     """Overrides how many of the newest tokens are never evicted."""
     sinks: int | None = None
@@ -98,6 +99,11 @@ class CompressionConfig:
             raise UserError(
                 f"{one} {getattr(self, one)} and {other} {getattr(self, other)}: "
                 "both set the size of the cache, give one of them"
+            )
+        if self.window is not None and not takes_window(method := as_method(self.method)):
+            raise UserError(
+                f"window {self.window}: method {method.name} observes no window: leave one of them "
+                "out"
             )
 
     def in_tokens(self, spec: CacheSpec) -> "CompressionConfig":
@@ -228,6 +234,15 @@ def usual_method(calibrated: Container[str]) -> str:
     """The name of the method of an engine that has these calibrated arrays."""
     there = all(name in calibrated for name in get_method(CALIBRATED).calibrated)
     return CALIBRATED if there else UNCALIBRATED
+
+
+def takes_window(method: Method) -> bool:
+    """Whether a method has an observation window to override, or evicts nothing: then its settings
+    are without effect, as all that evict are."""
+    scorer = method.scorer
+    if scorer is None:
+        return True
+    return hasattr(scorer, "with_window") and getattr(scorer, "window", None) != 0
 
 
 def as_method(method: str | Method) -> Method:

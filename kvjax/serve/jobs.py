@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvjax.cache import CompressionConfig
-from kvjax.cache.config import AUTO, SIZES, as_method
+from kvjax.cache.config import AUTO, SIZES, as_method, takes_window
 from kvjax.checks import shown
 from kvjax.engine import SamplingParams
 from kvjax.errors import UserError
@@ -227,6 +227,9 @@ def compression_of(
                 400, f"compression.{sized[0]} {asked[sized[0]]}: method {method} evicts nothing: "
                 "leave one of them out", param="compression",
             )  # fmt: skip
+    if method is not None and not takes_window(as_method(method)):
+        # The server's window is of its own method; the request has named none.
+        asked["window"] = None
     try:
         return dataclasses.replace(usual, **asked)
     except UserError as error:

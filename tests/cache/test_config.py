@@ -1,5 +1,6 @@
 """What users ask of compression: refused in one line, or had, and at which rate."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import CompressionConfig, as_codec
+from kvjax.cache.config import CALIBRATED
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.methods.adakv import Ada
 from kvjax.cache.methods.fastgen import ByNeed
@@ -93,16 +95,29 @@ def test_numbers_that_are_like_plain_ones_become_those():
     assert type(CompressionConfig(rate=8).rate) is int  # as it is shown
 
 
-def test_every_accepted_window_gives_a_method():
+def test_a_window_reaches_the_method_or_is_refused():
+    without = []
     for name in METHODS:
         for window in (1, 3, 4096):
-            method = CompressionConfig(method=name, window=window).resolved
-            # 0 means that no query is looked at: there is nothing to set.
-            blind = getattr(METHODS[name].scorer, "window", None) == 0
-            assert getattr(method.scorer, "window", window) == (0 if blind else window)
+            with contextlib.suppress(UserError):
+                method = CompressionConfig(method=name, window=window).resolved
+                assert getattr(method.scorer, "window", window) == window
+                continue
+            without.append(name)
+    for name in without:
+        says = f"window 7: method {name} observes no window: leave one of them out"
+        with pytest.raises(UserError, match=f"^{says}$"):
+            CompressionConfig(method=name, window=7)
+    # All that a method which evicts nothing is given is without effect.
+    assert METHODS["full"].scorer is None
+    assert "full" not in without
+    assert {"key-norm", "predicted-reads-blind"} <= set(without)
+    assert "h2o" not in without  # it can have one
     reads = CompressionConfig(method="shared-reads", window=2).resolved
     assert reads.scorer == SharedReads(window=2, queries=2)
     assert CompressionConfig(window=2).resolved.scorer == SnapKV(window=2)
+    with pytest.raises(UserError, match=r"^window 2: method matched:predicted-reads-blind "):
+        CompressionConfig(window=2).chosen(CALIBRATED)
 
 
 def test_a_rate_of_one_evicts_nothing():

@@ -122,6 +122,14 @@ def test_a_size_on_a_server_that_keeps_all_chooses_a_method():
         asked(method="full", rate=4)
 
 
+def test_the_window_of_a_server_is_of_methods_that_observe_one():
+    usual = CompressionConfig(method="kv-compress", rate=2, window=4)
+    for method, window in (("snapkv", 4), ("key-norm", None), ("predicted-reads-blind", None)):
+        body = CompletionRequest.model_validate({"prompt": "a", "compression": {"method": method}})
+        found = compression_of(body, usual, [method])
+        assert (found.method, found.window, found.rate) == (method, window, 2)
+
+
 def settings(monkeypatch, *given, key=None):
     parser = argparse.ArgumentParser()
     add_options(parser)
