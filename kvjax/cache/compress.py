@@ -79,6 +79,9 @@ def compress(
         max_kvs_per_step: KVs handled at once (static); more are split, never skipped.
     """
     slots = valid_slots(cache, slots)
+    if not slots.shape[0]:
+        # Nothing could be gathered for any of them.
+        return cache, CompressReport(slots, slots)
     if method.rescored:
         cache = scored_anew(cache, slots, method, artefacts)
     context_len = cache.context_len.at[slots].get(mode="fill", fill_value=0)

@@ -61,6 +61,13 @@ def test_a_slot_that_is_not_there(cache, slot):
     assert_identical(cache, put_slots(cache, one, part), "nothing taken, nothing put")
 
 
+def test_a_compression_of_no_sequence(cache):
+    none = jnp.zeros(0, jnp.int32)
+    after, report = jitted("compress")(cache, none, none)
+    assert_identical(cache, after, "compression of no slot")
+    assert report.freed.shape == report.shortfall.shape == (0,)
+
+
 def test_survivors_need_an_empty_slot(cache):
     args = (*prompt(), jnp.int32(12), jnp.int32(8))
     after, _, ok = jitted("write_survivors")(cache, jnp.int32(0), *args)
