@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as kv
-from kvjax.cache.store import put_slots, take_slots
+from kvjax.cache.store import put_slots, restored, saved, take_slots, typed
 from tests.cache.pair import Geometry, assert_identical, clean, filled, host, jitted
 from tests.oracle.audit import audit
 
@@ -59,6 +59,19 @@ def test_a_slot_that_is_not_there(cache, slot):
     part = take_slots(cache, one)
     assert not np.asarray(part.context_len).any()
     assert_identical(cache, put_slots(cache, one, part), "nothing taken, nothing put")
+
+
+def test_what_was_saved_needs_an_empty_slot(cache):
+    held = typed(cache, saved(cache, 1))
+    held["metric"] = held["metric"] + 1
+    for slot in (0, *SLOTS):
+        after, ok = jax.jit(restored)(cache, jnp.int32(slot), held)
+        assert not ok
+        assert_identical(cache, after, f"restored to slot {slot}")
+    after, ok = jax.jit(restored)(cache, jnp.int32(2), held)
+    assert ok
+    assert audit(after) == []
+    assert np.asarray(after.seq_len).tolist() == [7, 16, 16]
 
 
 def test_a_compression_of_no_sequence(cache):

@@ -79,11 +79,15 @@ def restored(
         held: what `typed` gave for this cache.
 
     Returns:
-        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice.
+        The cache and ``ok``: False, and the cache unchanged, when the blocks do not suffice, when
+        there is no such slot or it is not empty.
     """
-    length = held["context_len"]
-    cache, table, ok = grow(cache, cache.block_table[slot], jnp.zeros_like(length), length)
-    owned = (table < cache.num_blocks).reshape(-1)
+    length, old_len, old_seq = held["context_len"], cache.context_len[slot], cache.seq_len[slot]
+    good = (slot >= 0) & (slot < cache.num_slots) & (old_seq == 0) & ~jnp.any(old_len)
+    # More than any head can hold, for what must not be written: its blocks would be nobody's.
+    wanted = jnp.where(good, length, (cache.max_blocks + 1) * cache.block_size)
+    cache, table, ok = grow(cache, cache.block_table[slot], jnp.zeros_like(length), wanted)
+    owned = ok & (table < cache.num_blocks).reshape(-1)
     size = held["metric"].shape[0]
     at = jnp.where(owned, jnp.cumsum(owned, dtype=jnp.int32) - 1, size)
     ids = jnp.full(size, cache.num_blocks, jnp.int32).at[at].set(table.reshape(-1), mode="drop")
@@ -105,6 +109,6 @@ def restored(
         position=pools["position"],
         state={name: pools[f"state.{name}"] for name in cache.state},
         block_table=cache.block_table.at[slot].set(table),
-        context_len=cache.context_len.at[slot].set(jnp.where(ok, length, 0)),
-        seq_len=cache.seq_len.at[slot].set(jnp.where(ok, held["seq_len"], 0)),
+        context_len=cache.context_len.at[slot].set(jnp.where(ok, length, old_len)),
+        seq_len=cache.seq_len.at[slot].set(jnp.where(ok, held["seq_len"], old_seq)),
     ), ok
