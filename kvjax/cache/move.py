@@ -157,7 +157,12 @@ def _unshared(
     touched = touched[: table.shape[0] * table.shape[1]].reshape(table.shape)
     copies = touched & (cache.shared.at[table].get(mode="fill", fill_value=0) > 0)
     needed = jnp.sum(copies, axis=(1, 2, 3))
-    fits = (needed == 0) | (jnp.cumsum(needed) <= free_blocks(cache))
+
+    def taken(left, needs):
+        # One that does not fit takes nothing, so that those behind it may.
+        return left - jnp.where(needs <= left, needs, 0), needs <= left
+
+    _, fits = jax.lax.scan(taken, free_blocks(cache), needed)
     fits = agreed(cache.shard, fits)[:, None, None]
     cache, table, _ = unshare(cache, table, copies & fits[..., None])
     schedule = dataclasses.replace(

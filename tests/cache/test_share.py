@@ -248,6 +248,22 @@ def test_who_has_no_room_for_copies_keeps_everything_and_others_do_not():
     assert int(kv.free_blocks(shared.cache)) == 2 + L * H
 
 
+def test_who_has_no_room_for_copies_takes_none_from_those_behind():
+    shared = Shared(8)
+    for slot, length in ((0, 9), (2, 5)):
+        shared.write(slot, length)
+    shared.share(0, 1)
+    shared.share(2, 3)
+    shared.append([3])
+    shared.write(4, 7)
+    assert int(kv.free_blocks(shared.cache)) == 2
+    before = np.asarray(shared.cache.context_len).sum(axis=(1, 2))
+    # A copy in each head of the first, in one head of the second.
+    shared.compress([1, 3], [L * H, 2 * L * H - 1])
+    after = np.asarray(shared.cache.context_len).sum(axis=(1, 2))
+    assert (before - after).tolist() == [0, 0, 0, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("source", "target"), [(0, 0), (0, 2), (-1, 1), (S, 1), (0, -1), (0, S)], ids=str
 )

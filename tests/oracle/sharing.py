@@ -137,9 +137,8 @@ class SharingOracle:
                 ]
             blocks = {name: self.heads[slot, *name] for name in held}
             shared = [x for x in written if owners[id(blocks[x[0]][x[1]])] > 1]
-            fits = not shared or copied + len(shared) <= room
-            # Those who do not fit are counted all the same: who comes first is served first.
-            copied += len(shared)
+            fits = copied + len(shared) <= room
+            copied += len(shared) if fits else 0
             plans.append((slot, choice, left, written, fits))
         found = actual()
         freed, short = [], []
