@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.policy.allocate import BlockCosts, Budget
 from kvjax.cache.policy.block_cost import block_costs, given_up
+from kvjax.cache.policy.checks import check_gave
 from kvjax.cache.policy.method import PLAIN, Method
 from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.policy.select import Candidates, evictable_kvs, evicted_kvs
@@ -143,10 +144,14 @@ def eviction_scores(
     rank = metric
     if method.scorer is not None:
         rank = method.scorer.rank(metric, state, position, seq_len)
+        check_gave(method.scorer, "rank", rank, jnp.floating, metric.shape, "[…, H, T]")
     # What is no number tells no order; of −inf sums are made, and −inf stands for none that go.
     evictable = evictable & ~jnp.isnan(rank)
     rank = jnp.maximum(rank, LOWEST)
-    return method.selector.eviction_scores(rank, evictable, position)
+    joined, single = method.selector.eviction_scores(rank, evictable, position)
+    for got in (joined, single):
+        check_gave(method.selector, "eviction_scores", got, jnp.floating, rank.shape, "[…, H, T]")
+    return joined, single
 
 
 def row_batches(
@@ -189,14 +194,16 @@ def decide(
 
     With a shard, a budget of all heads, of which these are one device's.
     """
+    of = method.allocator
     if shard is None:
-        kept = method.allocator.split(costs, budget, artefacts)
+        kept = of.split(costs, budget, artefacts)
     else:
-        kept = method.allocator.split_of_shard(costs, budget, artefacts, shard)
+        kept = of.split_of_shard(costs, budget, artefacts, shard)
+    check_gave(of, "split", kept, jnp.integer, costs.owned.shape, "[L, H]")
     kept = jnp.clip(kept, costs.least, costs.owned)
     blocks = costs.owned - kept
     count, threshold = given_up(costs.cost, blocks, context_len, budget.block_size)
-    over = summed(shard, jnp.sum(kept)) - method.allocator.allowed(budget, artefacts)
+    over = summed(shard, jnp.sum(kept)) - of.allowed(budget, artefacts)
     return Decision(blocks, count, threshold, jnp.maximum(over, 0))
 
 
@@ -216,11 +223,13 @@ def shares_of(
         own = jax.tree.map(lambda number: number[layer], shard)
 
     def one(s, l, b, o):
-        return (
+        got = (
             of.shares(s, l, b, artefacts)
             if o is None
             else of.shares_of_shard(s, l, b, artefacts, o)
         )
+        check_gave(of, "shares", got, jnp.floating, s.shape[:1], "[H]")
+        return got
 
     return jax.vmap(one, (0, 0, budget_axis, 0))(scores, layer, budget, own)
 

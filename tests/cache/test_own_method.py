@@ -1,8 +1,10 @@
 """A method in a file of its own does all that one of ours does; see `own_method`."""
 
+import contextlib
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from kvjax.cache import CompressionConfig
 from kvjax.cache.calibration import Calibration
 from kvjax.cache.evict import LOWEST, eviction_scores
 from kvjax.cache.methods import METHODS
-from kvjax.cache.policy import Allocator, DecodeRule, LayerView
+from kvjax.cache.policy import Allocator, DecodeRule, LayerView, Selector
 from kvjax.cache.policy.method import PLAIN, AttentionScorer, Method
 from kvjax.cache.store import Plane
 from kvjax.engine import LLM, EngineConfig
@@ -265,6 +267,78 @@ def test_an_allocator_that_asks_for_the_impossible_gets_what_is_possible(blocks,
         assert (-(-np.asarray(cache.context_len[1]) // B) == held).all()
         kv.check_invariants(cache)
     assert int(report.shortfall[0]) == max(0, held * L * H - 12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits(Allocator):
+    """Gives what is none of each head."""
+
+    what: str
+
+    def shares(self, scores, layer, budget, artefacts):
+        one = jnp.ones(len(scores))
+        return {"share": one[:1], "count": one.astype(jnp.int32)}.get(self.what, one)
+
+    def split(self, costs, budget, artefacts):
+        good = costs.owned
+        return {"layer": good[:, :1], "float": good * 0.5, "list": [1]}.get(self.what, good)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooses(Selector):
+    """Likewise."""
+
+    what: str = ""
+
+    def eviction_scores(self, rank, evictable, position):
+        good = jnp.where(evictable, rank, jnp.inf)
+        one = {"head": good[..., :1, :], "marks": evictable}.get(self.what, good)
+        return (good, one) if self.what == "head" else (one, good)
+
+    def choose(self, of):
+        good = super().choose(of)
+        return {"number": good.astype(jnp.int32), "row": good[0]}.get(self.what, good)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks(AttentionScorer):
+    window: int = 3
+
+    def rank(self, metric, state, position, seq_len):
+        return metric[..., :1, :]
+
+
+PARTS = [
+    ({"allocator": Splits("share")}, r"Splits: shares gave float32 \[1\]: give floats \[H\], "),
+    ({"allocator": Splits("count")}, r"Splits: shares gave int32 \[2\]: give floats \[H\], "),
+    ({"allocator": Splits("layer")}, r"Splits: split gave int32 \[3, 1\]: give whole .*\[3, 2\]"),
+    ({"allocator": Splits("float")}, r"Splits: split gave float32 \[3, 2\]: give whole numbers "),
+    ({"allocator": Splits("list")}, r"Splits: split gave \[1\]: give whole numbers \[L, H\], "),
+    ({"selector": Chooses(what="head")}, r"Chooses: eviction_scores gave float32 \[.*1, \d+\]: "),
+    ({"selector": Chooses(what="marks")}, r"Chooses: eviction_scores gave bool \[.*give floats "),
+    ({"selector": Chooses(what="number")}, r"Chooses: choose gave int32 .*give booleans \[H, T\]"),
+    ({"selector": Chooses(what="row")}, r"Chooses: choose gave bool \[\d+\]: give booleans "),
+    ({"scorer": Ranks()}, r"Ranks: rank gave float32 \[.*1, \d+\]: give floats \[…, H, T\], "),
+]
+
+
+@pytest.mark.usefixtures("unchecked_signatures")
+@pytest.mark.parametrize(("parts", "says"), PARTS)
+def test_what_a_part_gives_is_checked(parts, says):
+    """By its type: in a step, when that is traced; what would broadcast is wrong, too."""
+    _, k, v, _ = inputs("random", 35, 8, 0)
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    scores = kv.Scores(jnp.ones((L, H, T), jnp.float32))
+    for method, wrong in ((dataclasses.replace(PLAIN, **parts), True), (GOOD, False)):
+
+        def step(cache, method=method):
+            return kv.write_survivors(cache, 1, k, v, scores, 35, 12, method)
+
+        with pytest.raises(UserError, match=f"^{says}") if wrong else contextlib.nullcontext():
+            jax.eval_shape(step, empty())
+
+
+GOOD = dataclasses.replace(PLAIN, allocator=Splits(""), selector=Chooses())
 
 
 def test_a_cache_of_its_own_has_its_planes():

@@ -2,6 +2,8 @@
 
 from typing import Any, get_args
 
+import jax.numpy as jnp
+
 from kvjax.checks import check_number, check_whole, shown
 from kvjax.errors import UserError
 
@@ -52,6 +54,31 @@ def check_constant(name: str, value: Any) -> None:
             f"{name} {type(value).__name__}: {error}: give a frozen dataclass of plain values; "
             "arrays go into a calibration, by the names in `artefacts`"
         ) from None
+
+
+KINDS = {jnp.integer: "whole numbers", jnp.floating: "floats", jnp.bool_: "booleans"}
+
+
+def check_gave(of: Any, call: str, got: Any, kind: Any, shape: tuple[int, ...], axes: str) -> None:
+    """An array of a kind and shape, from a part of a user's own; one that would broadcast is none.
+
+    Of types alone, so that steps are as they were.
+
+    Args:
+        of: the part, a value of a class that may be a user's.
+        call: the method of it that was called.
+        got: what that returned.
+        kind: one of `KINDS`.
+        shape: what it should have.
+        axes: what the shape's entries are, for the message.
+    """
+    found = getattr(got, "dtype", None)
+    if found is not None and got.shape == shape and jnp.issubdtype(found, kind):
+        return
+    said = shown(got) if found is None else f"{found} {list(got.shape)}"
+    raise UserError(
+        f"{type(of).__name__}: {call} gave {said}: give {KINDS[kind]} {axes}, here {list(shape)}"
+    )
 
 
 def check_attention(scorer: Any) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.policy.allocate import Allocator
 from kvjax.cache.policy.block_cost import smallest
-from kvjax.cache.policy.checks import MOST_UNIT, check_one_of, check_wholes, wanted
+from kvjax.cache.policy.checks import MOST_UNIT, check_gave, check_one_of, check_wholes, wanted
 
 Scope = Literal["head", "layer"]
 
@@ -102,11 +102,17 @@ def evicted_kvs(selector: Selector, of: Candidates) -> Bool[Array, "*rows H T"]:
     """`Selector.choose` for any number of layers."""
     if type(selector).choose is Selector.choose:
         return smallest(of.scores, of.count, of.threshold)
+
+    def chosen(layer: Candidates) -> Bool[Array, "H T"]:
+        goes = selector.choose(layer)
+        check_gave(selector, "choose", goes, jnp.bool_, layer.scores.shape, "[H, T]")
+        return goes
+
     if of.scores.ndim == 2:
-        return selector.choose(of)
+        return chosen(of)
     if selector.one_at_a_time:
-        return jax.lax.map(selector.choose, of)
-    return jax.vmap(selector.choose)(of)
+        return jax.lax.map(chosen, of)
+    return jax.vmap(chosen)(of)
 
 
 def evictable_kvs(
