@@ -64,13 +64,14 @@ class Keeper:
         logits: jax.Array | None,
         held: Mapping[str, np.ndarray],
     ) -> bool:
-        """Retain a prefix that was saved. Returns whether there was room, others given up."""
+        """Retain a prefix that was saved. Returns whether there was room, others given up; where
+        there is none even so, none is."""
         prefixes = self._scheduler.prefixes
         if (known := prefixes.exactly(settings, tokens)) is not None:
             prefixes.used(known)
             return True
         blocks = len(held["metric"])
-        if blocks > self._worker.cache.num_blocks:
+        if blocks > self._room():
             return False
         while prefixes.full or self._worker.free_blocks().sum() < blocks:
             if (oldest := prefixes.oldest()) is None:
@@ -82,6 +83,14 @@ class Keeper:
             return False
         self._scheduler.accounts.free[:] = self._worker.free_blocks()
         return True
+
+    def _room(self) -> int:
+        """Blocks that are free, or of prefixes alone."""
+        n, first = self._worker.cache.num_blocks, self._config.max_batch
+        table = np.asarray(self._worker.on_host(self._worker.cache.block_table))
+        running, retained = (np.unique(rows[rows < n]) for rows in (table[:first], table[first:]))
+        given_up = np.setdiff1d(retained, running, assume_unique=True)
+        return int(self._worker.free_blocks().sum()) + len(given_up)
 
     def forget(self, prefix: Prefix) -> None:
         """Give back the row of a prefix."""

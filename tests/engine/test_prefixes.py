@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -282,6 +283,24 @@ def test_gauges_tell_of_prefixes_between_rounds(tiny_params, tmp_path):
     assert used() == 0
     llm.load_prefix(path)
     assert used() == holds
+    forget(llm)
+
+
+def test_a_file_without_room_leaves_what_is_retained(tiny_params, tmp_path):
+    path, short = tmp_path / "document.safetensors", DOCUMENT[:20]
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    llm.save_prefix(path, DOCUMENT)
+    needs = int(llm.metrics.as_dict()["kvjax_blocks_used"])
+    forget(llm)
+    for room in (needs - 1, needs):
+        undo = tighten(llm, room)
+        llm.retain(short)
+        with pytest.raises(UserError, match="no room") if room < needs else nullcontext():
+            llm.load_prefix(path)
+        (output,) = llm.generate([short], greedy(1))
+        assert output.stats.cached_tokens == (len(short) if room < needs else 0)
+        llm.forget_prefixes()
+        undo()
     forget(llm)
 
 
