@@ -334,6 +334,7 @@ class Engine:
                 self.scheduler.note_unplaced(self.worker.free_blocks())
                 return
             self.scheduler.note_chunk(held, self.worker.free_blocks(), True)
+            self.metrics.evicted(int(self.worker.on_host(job.freed)))
         self.keeper.hold(request, job.tokens, request.slot, job.logits)
         self.scheduler.job = self.worker.go_on(
             request, request.all_tokens, len(job.tokens), job.logits

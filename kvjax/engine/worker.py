@@ -129,7 +129,7 @@ class Worker(Calls):
         """Put what a finished job keeps into an empty slot, and leave it there. Returns whether
         there was room."""
         call = self.place_call(job.request, job.prompt, slot, job.budget)
-        self.cache, _, _, ok = self.compiled.run(call)
+        self.cache, job.freed, _, ok = self.compiled.run(call)
         return ok
 
     def share(self, source: int, target: int) -> None:

@@ -286,6 +286,15 @@ def test_gauges_tell_of_prefixes_between_rounds(tiny_params, tmp_path):
     forget(llm)
 
 
+def test_blocks_that_leave_what_is_retained_are_counted(tiny_params):
+    llm = make_llm(tiny_params, NORMS, **SHARED)
+    llm.retain(DOCUMENT)
+    found, spec = llm.metrics.as_dict(), llm.plan.spec
+    whole = spec.heads * -(-len(DOCUMENT) // spec.block_size)
+    assert 0 < found["kvjax_evicted_blocks_total"] == whole - found["kvjax_blocks_used"]
+    forget(llm)
+
+
 def test_a_file_without_room_leaves_what_is_retained(tiny_params, tmp_path):
     path, short = tmp_path / "document.safetensors", DOCUMENT[:20]
     llm = make_llm(tiny_params, FULL, **SHARED)
