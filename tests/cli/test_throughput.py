@@ -1,19 +1,22 @@
 """`kvjax throughput` as its user meets it: results, tables, traces, bad input."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gzip
 import json
 import sys
 import time
+import types
 
+import numpy as np
 import pytest
 
 from kvjax.cli import ArgumentParser, main_of
 from kvjax.cli import throughput as command
 from kvjax.cli.main import run_command
-from kvjax.cli.throughput import measure, remote, work
+from kvjax.cli.throughput import measure, peer, remote, work
 from kvjax.engine import LLM
 from kvjax.errors import UserError
 from tests.tiny import TINY
@@ -172,9 +175,50 @@ def test_a_peer_is_asked_for_the_same_load(throughput, tmp_path):
     assert (load["num_key_value_heads"], load["head_dim"]) == (2, 8)
     # As many as the pool holds whole.
     assert load["batch"] == 240 // 68
+    assert load["warmup"] is ("--no-warmup" not in SMALL)
     same = ("model", "input_len", "output_len", "num_prompts", "pool_tokens", "dtype", "device")
     assert [theirs[name] for name in same] == [ours[name] for name in same]
     assert "peer" in err
+
+
+class Torch:
+    """As much of torch and transformers as a peer on a CPU calls; what it generates is noted."""
+
+    __version__, float32 = "0", np.float32
+    cuda = types.SimpleNamespace(is_available=lambda: False)
+    device = staticmethod(contextlib.nullcontext)
+    inference_mode = contextlib.nullcontext
+    set_num_threads = manual_seed = staticmethod(lambda value: None)
+    randint = staticmethod(lambda least, most, shape: np.zeros(shape))
+    ones_like = staticmethod(np.ones_like)
+
+    def __init__(self):
+        self.calls, self.LlamaConfig = [], dict
+
+    def LlamaForCausalLM(self, config):
+        return self
+
+    def to(self, dtype):
+        return self
+
+    def eval(self):
+        return self
+
+    def generate(self, rows, min_new_tokens, **settings):
+        self.calls.append((len(rows), min_new_tokens))
+
+
+@pytest.mark.parametrize(("warmup", "first"), [(True, [(4, 2)]), (False, [])])
+def test_a_peer_is_warmed_as_the_engine_is(monkeypatch, capsys, warmup, first):
+    fake = Torch()
+    load = {"dtype": "float32", "num_prompts": 6, "input_len": 5, "output_len": 3, "batch": 4}
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    load |= {"vocab_size": 9, "warmup": warmup}
+    monkeypatch.setattr(sys, "argv", ["peer.py", json.dumps(load)])
+    peer.main()
+    assert fake.calls == [*first, (4, 3), (2, 3)]
+    assert json.loads(capsys.readouterr().out)["max_batch"] == 4
 
 
 BAD = [
