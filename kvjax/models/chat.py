@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.checks import shown
 from kvjax.errors import UserError
 from kvjax.models import chat_worker
 from kvjax.models.files import shown_error
@@ -72,6 +73,24 @@ class ChatTemplate:
         given |= variables
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return _ask(self.source, given)
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Those of turns, as OpenAI names them."""
+
+
+def check_role(name: str, role: Any, source: str | None) -> None:
+    """Refuse a role that is neither usual nor named by a template: most write any role into the
+    text, where the model has never seen it, and some leave out its turn.
+
+    Raises:
+        UserError: it is none of them.
+    """
+    if role in ROLES or any(f"{quote}{role}{quote}" in (source or "") for quote in "'\""):
+        return
+    raise UserError(
+        f"{name} {shown(role)}: give {', '.join(ROLES)}, or one that the chat template names"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ import tokenizers
 
 from kvjax.errors import UserError
 from kvjax.models import vocabulary
-from kvjax.models.chat import ChatTemplate, Message
+from kvjax.models.chat import ChatTemplate, Message, check_role
 from kvjax.models.streaming import StreamDecoder
 from kvjax.models.tokenizer_files import (
     TOOL_TEMPLATE,
@@ -125,13 +125,15 @@ class Tokenizer:
           add_generation_prompt: whether to open the assistant's next turn.
           variables: further names for the template, such as `tools`.
 
-        Raises UserError where the template is malformed or refuses the conversation, ValueError
-        for a message without role or content.
+        Raises UserError where a role is none, or the template is malformed or refuses the
+        conversation, ValueError for a message without role or content.
         """
         for number, message in enumerate(messages):
             if missing := [key for key in ("role", "content") if key not in message]:
                 raise ValueError(f"messages[{number}] lacks {missing[0]!r}: got {message!r}")
         source = self.tool_template if variables.get("tools") else self.chat_template
+        for number, message in enumerate(messages):
+            check_role(f"messages[{number}].role", message["role"], source)
         if source is None:
             return "\n\n".join(str(message["content"]) for message in messages)
         if source not in self._templates:

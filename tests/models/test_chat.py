@@ -69,6 +69,25 @@ def test_a_template_alone_decides_on_the_beginning_token(tmp_path):
         assert tokenizer.chat(HI).count(tokenizer.bos_id or 0) == ("bos_token" in source)
 
 
+def test_roles_are_usual_or_of_the_template(tmp_path):
+    named = '{% for m in messages %}{% if m.role != "ipython" %}{{ m.role }}{% endif %}{% endfor %}'
+    path = write_byte_gguf(tmp_path / "v.gguf", pre="llama-bpe", chat_template=named)
+    tokenizer = Tokenizer.from_path(path)
+
+    def said(role):
+        return tokenizer.render_chat(
+            [{"role": "user", "content": ""}, {"role": role, "content": ""}]
+        )
+
+    assert said("tool") == "usertool"
+    assert said("ipython") == "user"
+    for role in ("usr", "User", "", None, 5, "m.role"):
+        with pytest.raises(
+            UserError, match=rf"^messages\[1\].role {role!r}: give system, developer, "
+        ):
+            said(role)
+
+
 def test_environment_of_templates():
     def render(source, **variables):
         return ChatTemplate(source, {"bos_token": "<s>"}).render(HI, **variables)

@@ -95,6 +95,8 @@ def refused(response: httpx.Response, status: int) -> dict:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages", "text"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "5"),
+        (CHAT, {"messages": [{"role": "usr", "content": "a"}]}, "messages",
+         "messages[0].role 'usr': give system, developer, user, "),
         (CHAT, {"messages": [{"role": "user", "content": "a\ud800"}]}, "messages", "surrogate"),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 512}]}, "messages", "context"),
         (CHAT, called_with("{"), "messages", "'{': give a JSON object"),
