@@ -61,6 +61,11 @@ def pod_of(template: dict[str, Any], **labels: str) -> tuple[dict[str, Any], arg
     assert {volume["name"] for volume in template["spec"]["volumes"]} == {
         mount["name"] for mount in container["volumeMounts"]
     }
+    # Where the image says that its cache lies.
+    (cache,) = re.findall(
+        r"^VOLUME (\S+)$", (FOLDER.parent / "Dockerfile").read_text(), re.MULTILINE
+    )
+    assert cache in {mount["mountPath"] for mount in container["volumeMounts"]}
     (variable,) = container["env"]
     assert variable["name"] == serve.KEY_VARIABLE
     return container, found
