@@ -105,6 +105,12 @@ def test_explains_the_choice() -> None:
     for device in (A100, B200):
         assert "wanted: compute capability 9.0" in explained(device, SHAPE)
     assert explained(TPU_V5E, SHAPE).startswith("tpu: mosaic_gpu does not serve device TPU v5 lite")
+    half = dataclasses.replace(SHAPE, dtype="bfloat16").arguments(metric=False)
+    for dtype, told in ((jnp.float16, "xla: "), (jnp.bfloat16, "tpu: ")):
+        with jax.sharding.use_abstract_mesh(TPU_V5E):
+            found = explain(paged_attention, changed(half[0], dtype=dtype), *half[1:])
+        assert found.startswith(told)
+        assert ("float16, which TPUs have no vector type for" in found) == (told == "xla: ")
     assert explained(H200, SHAPE, implementation="xla") == "xla"
     assert explain(paged_attention, *SHAPE.arguments(metric=False)).startswith("numba: ")
 

@@ -197,6 +197,7 @@ def _choose(
     exact: bool = False,
 ) -> Choice:
     scale = 1 / math.sqrt(shape.head_dim) if scale is None else scale
+    queries = str(getattr(argument, "dtype", shape.dtype))
 
     def mosaic_gpu(where: Device):
         check_hopper(where)
@@ -210,7 +211,8 @@ def _choose(
             raise NotImplementedError(f"device {where.kind}")
         from kvjax.kernels.paged_attention import tpu
 
-        return tpu.config(shape, scale=scale, keep_logits=return_metric, exact=exact)
+        options = {"keep_logits": return_metric, "exact": exact, "queries": queries}
+        return tpu.config(shape, scale=scale, **options)
 
     def numba(where: Device):
         if where.platform != "cpu":

@@ -56,8 +56,16 @@ class Config:
     halves: bool = False
 
 
-def config(shape: Shape, *, scale: float, keep_logits: bool, exact: bool = False) -> Config:
-    """The kernel instance that serves a shape, with exact KVs beside the pool or without.
+def config(
+    shape: Shape,
+    *,
+    scale: float,
+    keep_logits: bool,
+    exact: bool = False,
+    queries: str | None = None,
+) -> Config:
+    """The kernel instance that serves a shape, with exact KVs beside the pool or without, for
+    queries of a dtype, by default that of the pool.
 
     Raises:
         NotImplementedError: none does, with the reason.
@@ -65,7 +73,7 @@ def config(shape: Shape, *, scale: float, keep_logits: bool, exact: bool = False
     served_shape(shape, FORMS)
     if (shape.forms[0] is None) != (shape.forms[1] is None):
         raise NotImplementedError("codes of either keys or values alone")
-    if shape.dtype == "float16":
+    if "float16" in (shape.dtype, queries):
         raise NotImplementedError("float16, which TPUs have no vector type for")
     kvs = -(-shape.max_blocks * shape.block_size // CHUNK) * CHUNK
     table_bytes = 4 * 4 * shape.max_blocks + (2 * 4 * kvs // WORD if exact else 0)
