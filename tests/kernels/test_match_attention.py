@@ -46,9 +46,9 @@ def test_heads_are_fitted_as_the_oracle_fits_them(name, queries, tokens, d, rate
     got = fitted(name, q, k, v, dropped, kept)
     for h in range(3):
         there = np.asarray(dropped[h] | kept[h])
-        own = (np.asarray(x[h])[there] for x in (k, v))
+        of_k, of_v = (np.asarray(x[h])[there] for x in (k, v))
         stays = np.asarray(kept[h])[there]
-        want = matched(np.asarray(q[h]) * np.sqrt(d), *own, stays)
+        want = matched(np.asarray(q[h]) * np.sqrt(d), of_k, of_v, stays)
         for new, old, wanted in zip(got, (k, v), want, strict=True):
             new, old, stay = (np.asarray(x[h]) for x in (new, old, kept))
             np.testing.assert_allclose(new[stay], wanted, rtol=1e-3, atol=1e-3)
