@@ -1,6 +1,5 @@
 """`kvjax evaluate` as its user meets it."""
 
-import argparse
 import contextlib
 import functools
 import json
@@ -16,12 +15,10 @@ import numpy as np
 import pytest
 
 from kvjax.cache.calibration import Calibration
-from kvjax.cache.config import CALIBRATED, UNCALIBRATED
+from kvjax.cache.config import UNCALIBRATED
 from kvjax.cache.methods.duo_heads import HEAD_BUDGET
 from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import run_command
-from kvjax.cli.rows import choose_methods, fill_in
-from kvjax.errors import UserError
 from kvjax.eval import run as runs
 from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
@@ -387,39 +384,6 @@ def test_other_settings_and_other_prompts_are_refused(tiny, prompts):
     assert "another prompt with the id a" in err
 
 
-def test_quick_names_what_there_is(capsys):
-    def options_of(*arguments):
-        parser = argparse.ArgumentParser()
-        evaluate.add_options(parser)
-        options = parser.parse_args(arguments)
-        fill_in(options, evaluate.QUICK)
-        return options
-
-    assert len(choose_methods(evaluate.QUICK["methods"])) > 5
-    every = choose_methods("all")
-    assert len(every) > 40
-    assert "compactor" in every
-    assert "duo-heads" not in every
-    assert set(choose_methods("all", calibrated=True)) - set(every) > {CALIBRATED, "duo-heads"}
-    assert CALIBRATED in choose_methods(evaluate.QUICK["methods"])
-    options = options_of("--quick", "--rows", "3")
-    assert (options.rows, options.length) == (3, evaluate.QUICK["length"])
-    assert options_of("--quick", "--prompts", "x").tasks is None
-    # On several devices those of them that can run there; others are refused where they are named.
-    alone = {"random", "tova", "shared-reads"}
-    for given, wanted in ((["--quick"], evaluate.QUICK["methods"]), (["--methods", "all"], "all")):
-        options = options_of(*given, "--tensor-parallel", "2")
-        every = choose_methods(wanted, calibrated=True)
-        left = set(every) - set(evaluate._methods(options))
-        assert alone <= left < set(every)
-        said = capsys.readouterr().err
-        assert all(name in said for name in alone)
-        assert evaluate._methods(options_of(*given)) == every
-    assert evaluate._methods(options_of("--methods", "tova", "--tensor-parallel", "2")) == ["tova"]
-    with pytest.raises(UserError, match="did you mean"):
-        choose_methods("snapvk")
-
-
 def test_of_several_methods_those_run_whose_arrays_there_are(
     tiny, tiny_folder, prompts, tmp_path, monkeypatch
 ):
@@ -441,16 +405,6 @@ def test_of_several_methods_those_run_whose_arrays_there_are(
     # One that is named is never left out.
     code, _, err = tiny(*given, "--methods", "triattention", "--calibration", file)
     assert (code, "triattention" in err) == (2, True)
-
-
-def test_names_are_listed_without_a_model(capsys):
-    assert main_of(EVALUATE, ["--list", "--weights", "/no/weights"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "methods:"
-    names = [line.split()[0] for line in lines]
-    assert set(choose_methods("all", calibrated=True)) <= set(names)
-    assert {"needle", "ruler-vt", "ruler", "longbench"} <= set(names[names.index("tasks:") :])
-    assert all(len(line.split(maxsplit=1)) == 2 for line in lines if line.startswith(" "))
 
 
 @pytest.mark.slow
