@@ -20,9 +20,12 @@ from kvjax.kernels.prefill_attention import (
     prefill_attention_with_log_sum,
     prefill_attention_with_received,
 )
+from kvjax.kernels.sparse_attention import BLOCK as SPARSE_BLOCK
+from kvjax.kernels.sparse_attention import sparse_prefill_attention
 from kvjax.kernels.window_metrics import hit_intervals, window_metrics
 
 __all__ = [
+    "SPARSE_BLOCK",
     "Encoded",
     "ExactKVs",
     "Half",
@@ -37,5 +40,6 @@ __all__ = [
     "prefill_attention",
     "prefill_attention_with_log_sum",
     "prefill_attention_with_received",
+    "sparse_prefill_attention",
     "window_metrics",
 ]

@@ -45,6 +45,7 @@ def forward(
     entering: list[np.ndarray] | None = None,
     seen: np.ndarray | None = None,
     pass_on: Callable[[int, np.ndarray], np.ndarray] | None = None,
+    attend: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Logits [T, V] f32 of one sequence [T] with causal attention, and (q, k, v) of each layer.
 
@@ -58,6 +59,8 @@ def forward(
         seen: which tokens each one attends to, bool [T, T]; by default all up to itself.
         pass_on: gets the number of a layer and its attention [Q, n, n], and says which of its n
             rows the next layer has, ascending; after the last one it is not asked.
+        attend: gets a layer's q [n, Q, d], k and v [n, H, d], and returns what its attention gives
+            [n, Q, d], in place of causal attention.
     """
 
     def rounded(x: np.ndarray) -> np.ndarray:
@@ -98,12 +101,14 @@ def forward(
         q, k = rotate(q), rotate(k)
         projected.append((q, k, v))
         out, attention = np.empty_like(q), np.empty((heads, count, count), np.float32)
-        for head in range(heads):
+        for head in range(heads if attend is None else 0):
             group = head * kv // heads
             scores = np.where(mask, q[:, head] @ k[:, group].T / math.sqrt(d), -np.inf)
             p = np.exp(scores - scores.max(-1, keepdims=True))
             attention[head] = p / p.sum(-1, keepdims=True)
             out[:, head] = attention[head] @ v[:, group]
+        if attend is not None:
+            out = attend(q, k, v)
         x = rounded(x + linear(rounded(out).reshape(count, -1), name + "self_attn.o_proj"))
         h = norm(x, w[name + "post_attention_layernorm.weight"])
         gate, up = linear(h, name + "mlp.gate_proj"), linear(h, name + "mlp.up_proj")
