@@ -155,7 +155,7 @@ def add_draft_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
         "--draft",
         metavar="MODEL",
         help="name or weights of a smaller model with the same tokenizer, which drafts for methods "
-        "that look ahead: speckv (the model drafts for itself)",
+        "that look ahead: speckv, speckv-sparse (the model drafts for itself)",
     )
 
 

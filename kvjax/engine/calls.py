@@ -156,14 +156,16 @@ class Calls:
         length, chunk = len(tokens), self.config.prefill_chunk
         in_pool = length > self.config.prefill_scratch
         method = request.method
-        if (method.observer.query_heads or method.pruner is not None) and not in_pool:
+        probes = self.probing.probes(method.scorer, tokens)
+        retains = plan is not None
+        job = PromptJob(request, tokens, [], in_pool, retains=retains, probes=probes)
+        whole = method.observer.query_heads or method.pruner is not None
+        if (whole or self.probing.drafts_first(job)) and not in_pool:
             # What each query head sees is measured of whole prompts only, and so is what goes on
             # from layer to layer.
             chunk = self.config.prefill_scratch
-        chunks = _even(length, chunk)
-        probes = self.probing.probes(method.scorer, tokens)
-        retains = plan is not None
-        return PromptJob(request, tokens, chunks, in_pool, retains=retains, probes=probes)
+        job.chunks = _even(length, chunk)
+        return job
 
     def go_on(
         self,

@@ -17,6 +17,7 @@ from kvjax.models.hub import user_cache_dir
 StepName = Literal[
     "prefill",
     "prefill narrowing",
+    "prefill sparse",
     "prefill in scratch",
     "prefill in pool",
     "draft",

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from kvjax.cache.policy import Scores
+from kvjax.cache.policy import Scores, SparsePrefill
 from kvjax.cache.policy.probe import Probe
 from kvjax.engine import prefill
 from kvjax.engine.request import Request
@@ -47,6 +47,12 @@ class PromptJob:
     def probing(self) -> bool:
         """Whether all chunks have run and a probe is next."""
         return self.done == len(self.tokens) and bool(self.probes)
+
+    @property
+    def sparse(self) -> SparsePrefill | None:
+        """Which keys its queries see; None for all."""
+        found = self.request.method.sparse
+        return found if found is not None and found.applies(len(self.tokens)) else None
 
     @property
     def budget(self) -> int | None:

@@ -65,8 +65,8 @@ class LLM:
                 that of this package or of the user's cache, and makes it, once per model, if there
                 is none and a method that was named reads one; "none" never does.
             draft: an engine, of a smaller model with the same tokenizer, that drafts for methods
-                that look ahead (`speckv`); by default the model drafts for itself. Nobody else may
-                use it.
+                that look ahead (`speckv`, `speckv-sparse`); by default the model drafts for itself.
+                Nobody else may use it.
             clock: seconds, for statistics.
 
         Raises:

@@ -125,21 +125,28 @@ def needs_of_file(worker: Worker, held: Mapping[str, np.ndarray]) -> Iterator[Ne
 
 def _in_scratch(worker: Worker, request: Request, job: PromptJob) -> Iterator[Need]:
     """What a prompt needs that runs outside of the pool, and what puts it there."""
-    room = worker.bucket(job.chunks) * len(job.chunks)
+    probing, room = worker.probing, worker.bucket(job.chunks) * len(job.chunks)
+    sparse = job.sparse is not None and bool(job.probes)
+
     # Keys tell rooms apart; the rest of what they hold is known once the chunk is traced.
-    stand_in: Any = SimpleNamespace(k=SimpleNamespace(shape=(0, room)))
+    def stand_in(room: int) -> Any:
+        return SimpleNamespace(k=SimpleNamespace(shape=(0, room)))
 
-    def need(call: Callable[[Any], StepCall]) -> Need:
-        return Need(call(stand_in).key, lambda: of_shapes(call(_after(worker, job)[0])))
-
-    yield Need(worker.chunk_call(job).key, lambda: of_shapes(_chunk(worker, job)))
+    if not probing.drafts_first(job):
+        yield Need(worker.chunk_call(job).key, lambda: of_shapes(_chunk(worker, job)))
     if job.probes:
-        probing = worker.probing
         if probing.drafts_itself(job):
-            yield need(lambda prompt: probing.draft_call(job, prompt))
-        key = probing.call(job, stand_in).key
-        yield Need(key, lambda: of_shapes(probing.calls(job, _after(worker, job)[0])[-1]))
-    yield need(lambda prompt: worker.place_call(request, prompt, worker.config.num_rows, None))
+            key = probing.draft_call(job, stand_in(room)).key
+            after = functools.partial(_after_chunks, worker, job)
+            yield Need(key, lambda: of_shapes(probing.draft_call(job, after()[0])))
+        key = probing.call(job, stand_in(room)).key
+        yield Need(key, lambda: of_shapes(_probe(worker, job)))
+
+    def place(prompt: Any) -> StepCall:
+        return worker.place_call(request, prompt, worker.config.num_rows, None)
+
+    key = place(stand_in(worker.bucket([len(job.tokens)]) if sparse else room)).key
+    yield Need(key, lambda: of_shapes(place(_after(worker, job)[0])))
 
 
 def _compressed_on_its_way(worker: Worker, request: Request, job: PromptJob) -> Iterator[Need]:
@@ -161,9 +168,24 @@ def _chunk(worker: Worker, job: PromptJob) -> StepCall:
     return worker.chunk_call(job)
 
 
-def _after(worker: Worker, job: PromptJob) -> Any:
+def _probe(worker: Worker, job: PromptJob) -> StepCall:
+    """The call of a job's probe, with the shapes of its prompt and of what is drafted."""
+    if worker.probing.drafts_first(job):
+        return worker.probing.call(job, None)
+    return worker.probing.calls(job, _after_chunks(worker, job)[0])[-1]
+
+
+def _after_chunks(worker: Worker, job: PromptJob) -> Any:
     """The shapes of what a job's last chunk gives."""
     call = _chunk(worker, job)
+    return call.step.eval_shape(*call.args)  # type: ignore[attr-defined]
+
+
+def _after(worker: Worker, job: PromptJob) -> Any:
+    """The shapes of what a job's last chunk gives, or a sparse prefill behind it."""
+    if job.sparse is None or not job.probes:
+        return _after_chunks(worker, job)
+    call = _probe(worker, job)
     return call.step.eval_shape(*call.args)  # type: ignore[attr-defined]
 
 

@@ -392,9 +392,11 @@ def check_replicas(devices: int, replicas: int, model: ModelConfig | None = None
 
 def check_on_devices(method: Method, devices: int) -> None:
     """Raise `UserError` where a method cannot run on several devices."""
-    if devices > 1 and method.across_heads:
+    if devices > 1 and (method.across_heads or method.sparse is not None):
         why = "its scores join heads that lie on several devices"
-        if method.probed:
+        if method.sparse is not None:
+            why = "its sparse prefill runs on a single device"
+        elif method.probed:
             why = "it embeds prompts on a single device"
         raise UserError(
             f"method {method.name} with tensor_parallel {devices}: {why}; give another method, or "

@@ -333,7 +333,7 @@ def _run(
                 out = prefill_attention(own, k, v, prefix=prefix)
             if prefix is not None:
                 assert before is not None
-                view = _behind(view, prefix, before.position(layer))
+                view = behind_prefix(view, prefix, before.position(layer))
             if observed is None:
                 return out, observer.observe(view, artefacts)
             return out, lax.cond(observed, lambda: observer.observe(view, artefacts), no_scores)
@@ -364,8 +364,9 @@ def _run(
     return k, v, scores, logits(config, params, last)
 
 
-def _behind(view: LayerView, prefix: Prefix, held: Int32[Array, "H P"]) -> LayerView:
-    """The view of a chunk with what is before it in front."""
+def behind_prefix(view: LayerView, prefix: Prefix, held: Int32[Array, "H P"]) -> LayerView:
+    """The view of a chunk with what is before it in front, `held` the token position of each; −1
+    where nothing is held."""
     token = jnp.arange(view.k.shape[0], dtype=jnp.int32)
     new = jnp.where(token < view.length, view.start + token, -1)
     new = jnp.broadcast_to(new, (held.shape[0], view.k.shape[0]))

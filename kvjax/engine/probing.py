@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from kvjax.cache.methods.speckv import SparseLookahead
 from kvjax.cache.policy import Scorer
 from kvjax.cache.policy.probe import Probe, Probed
 from kvjax.engine.compilation import StepCall, StepKey, StepName, bucket
@@ -68,6 +69,10 @@ class Probing:
         assert self.draft is not None
         return self._padded(job, probe.saying(self.draft(job.tokens, probe.drafted)))
 
+    def drafts_first(self, job: PromptJob) -> bool:
+        """Whether a job's prompt runs at once with what another model drafts behind it."""
+        return job.sparse is not None and bool(job.probes) and self.draft is not None
+
     def drafts_itself(self, job: PromptJob) -> bool:
         """Whether the model drafts for a job's next probe."""
         return bool(job.probes[0].drafted) and self.draft is None
@@ -86,6 +91,9 @@ class Probing:
         probe, scorer = job.probes[0], job.request.method.scorer
         assert isinstance(scorer, Probed)
         scorer = scorer.behind(probe)
+        if job.sparse is not None:
+            assert isinstance(scorer, SparseLookahead)
+            return self._sparse_call(job, scorer, said)
         if scorer.artefacts and not self._artefacts:
             if self.parallel is None:
                 found = probe_artefacts(self.model, self.params)
@@ -96,6 +104,16 @@ class Probing:
         tokens, length = self._padded(job, probe) if said is None else said
         key = StepKey("probe", scorer, (len(tokens), prompt.k.shape[1]))
         args = (self.model, scorer, self.params, artefacts, prompt, tokens, length)
+        return StepCall(key, self._steps[key.step], (*args, np.int32(probe.overlap)))
+
+    def _sparse_call(self, job: PromptJob, scorer: SparseLookahead, said: Any) -> StepCall:
+        """A job's whole prompt once more, or for the first time, with its next probe behind it."""
+        probe = job.probes[0]
+        looking, count = self._padded(job, probe) if said is None else said
+        tokens = np.zeros(bucket([len(job.tokens)], self._chunk), np.int32)
+        tokens[: len(job.tokens)] = job.tokens
+        key = StepKey("prefill sparse", scorer, (len(tokens), len(looking)))
+        args = (self.model, scorer, self.params, tokens, np.int32(len(job.tokens)), looking, count)
         return StepCall(key, self._steps[key.step], (*args, np.int32(probe.overlap)))
 
     def calls(self, job: PromptJob, prompt: Any) -> list[StepCall]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int32
 
 from kvjax.cache import share
 from kvjax.cache.store import restored
-from kvjax.engine import decode, insert, narrowing, prefill, probe, reclaim
+from kvjax.engine import decode, insert, narrowing, prefill, probe, reclaim, sparse
 from kvjax.engine.compilation import Step, StepName
 
 
@@ -42,6 +42,7 @@ class StepFunction:
 FUNCTIONS: Mapping[StepName, StepFunction] = {
     "prefill": StepFunction(prefill.prefill, 2),
     "prefill narrowing": StepFunction(narrowing.prefill_narrowing, 3),
+    "prefill sparse": StepFunction(sparse.prefill_sparse, 2),
     "prefill in scratch": StepFunction(prefill.prefill_in_scratch, 2, (4,)),
     "prefill in pool": StepFunction(prefill.prefill_in_pool, 2, (4,)),
     "draft": StepFunction(probe.draft, 2),

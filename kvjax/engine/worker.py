@@ -77,6 +77,9 @@ class Worker(Calls):
         if job.probing:
             self._probe(job)
             return
+        if self.probing.drafts_first(job):
+            self._prefill_sparsely(job)
+            return
         if not job.in_pool and len(job.chunks) > 1 and job.prompt is None:
             job.prompt = self.scratch_maker(job)()
         size, call = job.next_chunk, self.chunk_call(job)
@@ -99,10 +102,23 @@ class Worker(Calls):
                 said = self.compiled.run(self.probing.draft_call(job, prompt))
             elif job.probes[0].drafted:
                 said = self.probing.said(job)
-            metric = self.compiled.run(self.probing.call(job, prompt, said))
-        scores = dataclasses.replace(prompt.scores, metric=metric)
-        job.prompt = dataclasses.replace(prompt, scores=scores)
+            found = self.compiled.run(self.probing.call(job, prompt, said))
+        if job.sparse is not None:
+            job.prompt, job.logits = found
+        else:
+            scores = dataclasses.replace(prompt.scores, metric=found)
+            job.prompt = dataclasses.replace(prompt, scores=scores)
         del job.probes[0]
+
+    def _prefill_sparsely(self, job: PromptJob) -> None:
+        """Run a job's prompt with what another model drafts behind it."""
+        size = job.next_chunk
+        with released():
+            call = self.probing.call(job, None, self.probing.said(job))
+            self._compile_ahead(job, call)
+            job.prompt, job.logits = self.compiled.run(call)
+        job.probes.clear()
+        job.done += size
 
     def _compile_ahead(self, job: PromptJob, chunk: StepCall) -> None:
         """Compile what comes after a chunk that is new together with it."""
@@ -111,7 +127,10 @@ class Worker(Calls):
             return
         request, top = job.request, num_top([job.request])
         prompt, logits = chunk.step.eval_shape(*chunk.args)  # type: ignore[attr-defined]
-        further = self.probing.calls(job, prompt)
+        further = [] if self.probing.drafts_first(job) else self.probing.calls(job, prompt)
+        if further and job.sparse is not None:
+            last = further[-1]
+            prompt, logits = last.step.eval_shape(*last.args)  # type: ignore[attr-defined]
         if not job.retains:
             further.append(self.place_call(request, prompt, 0, request.budget))
             further.append(self.start_call(request, 0, logits, self.fits, top))

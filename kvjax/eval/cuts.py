@@ -94,12 +94,13 @@ class Cut:
     def _admit(self, cache, slot: int, variant: Variant):
         run, evaluator = self.run, self.run.evaluator
         method, config = get_method(variant.method), evaluator.config
-        if method.pruner is not None:
-            return self._admit_narrowed(cache, slot, variant)
+        keep = kept_blocks(variant, self.cut, evaluator.heads, config)
+        sparse = method.sparse is not None and method.sparse.applies(self.cut)
+        if method.pruner is not None or (sparse and keep != NO_BUDGET):
+            return self._admit_own(cache, slot, variant)
         scores, seconds = run.metric(method, self.cut)
         k, v, restoring = run.rows.of(variant, self.cut)
         cut, at = np.int32(self.cut), np.int32(slot)
-        keep = kept_blocks(variant, self.cut, evaluator.heads, config)
         shortfall, written = 0, evaluator.spread.cache_spec
         if keep == NO_BUDGET or not method.compresses:
             args = (cache, at, k, v, scores.metric, cut)
@@ -119,11 +120,11 @@ class Cut:
         took += seconds + restoring
         return cache, _Admitted(variant, took, shortfall, run.prefill_seconds)
 
-    def _admit_narrowed(self, cache, slot: int, variant: Variant):
-        """A variant that prunes: of what its own prefill leaves."""
+    def _admit_own(self, cache, slot: int, variant: Variant):
+        """A variant that prunes, or attends sparsely: of what its own prefill has."""
         run, evaluator = self.run, self.run.evaluator
         method, config = get_method(variant.method), evaluator.config
-        prompt, logits, seconds = run.narrowed(method, self.cut)
+        prompt, logits, seconds, drafting = run.own_prefill(method, self.cut)
         keep = kept_blocks(variant, self.cut, evaluator.heads, config)
         chooses = method.eviction if keep != NO_BUDGET and method.compresses else None
         args = (chooses, evaluator.artefacts, cache, prompt, np.int32(keep), np.int32(slot))
@@ -133,7 +134,7 @@ class Cut:
         )  # fmt: skip
         if not ok:
             return cache, None
-        return cache, _Admitted(variant, took, int(short), seconds, logits)
+        return cache, _Admitted(variant, took + drafting, int(short), seconds, logits)
 
     def score(self, cache, batch: list[_Admitted]):
         """Feed, teacher-force, decode; returns the emptied cache and the results."""

@@ -261,10 +261,18 @@ class RowRun:
             return dataclasses.replace(scores, queries=seen.queries), seconds + took
         return self._observed(method.observer, cut)
 
-    def narrowed(self, method: Method, cut: int) -> tuple[PromptKV, Any, float]:
-        """What a method that prunes leaves of the prompt in its own prefill, the logits behind it,
-        and the seconds it took; once per pruner and observer."""
+    def own_prefill(self, method: Method, cut: int) -> tuple[PromptKV, Any, float, float]:
+        """What a method that prunes, or attends sparsely, has of the prompt in its own prefill, the
+        logits behind it, and the seconds of that and of a draft; once per rule."""
         evaluator, key = self.evaluator, (method.observer, method.pruner)
+        if method.pruner is None:
+            key = "sparse", method.scorer
+            if key not in self.metrics:
+                given = evaluator._timed, method, self.dense, self.prompt[:cut]
+                *found, drafting = evaluator.probing.sparse(*given)
+                self.metrics[key] = found, drafting
+            (prompt, logits, seconds), drafting = self.metrics[key]
+            return prompt, logits, seconds, drafting
         if key not in self.metrics:
             padded = np.zeros(padded_size(cut, 128), np.int32)
             padded[:cut] = self.everything[:cut]
@@ -272,7 +280,7 @@ class RowRun:
             args = (self.model.params, evaluator.artefacts, padded, np.int32(cut))
             self.metrics[key] = evaluator._timed(("narrowing", key), fn, *args)
         (prompt, logits), seconds = self.metrics[key]
-        return prompt, logits, seconds
+        return prompt, logits, seconds, 0.0
 
     def _observed(self, observer: Observer, cut: int) -> tuple[Scores, float]:
         """`metric` of what prefill alone tells."""

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Method
+from kvjax.cache.methods.speckv import SparseLookahead
 from kvjax.cache.policy import Scores
-from kvjax.cache.policy.probe import Probed
+from kvjax.cache.policy.probe import Probe, Probed
 from kvjax.engine import probe as behind
 from kvjax.engine.dense import DensePass
 from kvjax.engine.draft import Draft
 from kvjax.engine.parallel import SAME
 from kvjax.engine.prefill import PromptKV
+from kvjax.engine.sparse import prefill_sparse
 from kvjax.engine.spread import Spread, by_heads
 from kvjax.eval.sizes import padded_size
 from kvjax.models import LoadedModel
@@ -71,22 +73,47 @@ class Probes:
         for one in method.scorer.probes(prompt, self.bench):
             scorer = method.scorer.behind(one)
             artefacts = self.artefacts if scorer.artefacts else {}
-            tokens = np.zeros(padded_size(len(one), 128), np.int32)
-            if one.drafted and self.draft is not None:
-                self.draft.check(len(prompt), one.drafted)
-                start = time.perf_counter()
-                one = one.saying(self.draft(prompt, one.drafted))
-                total += time.perf_counter() - start
-            tokens[: len(one.tokens)] = one.tokens
-            said: Any = tokens, np.int32(len(one.tokens))
-            if one.drafted:
-                fn = functools.partial(_draft, self.spread.config, one.drafted)
-                args = (params, dense, length, *said, self.eos_ids)
-                said, seconds = timed(("draft", one.drafted), fn, *args, out=SAME)
-                total += seconds
+            said, seconds = self._said(timed, one, dense, prompt)
+            total += seconds
             fn = functools.partial(_again, self.spread.config, scorer)
             args = (params, artefacts, dense, metric, length, *said, np.int32(one.overlap))
             metric, seconds = timed(("probe", scorer), fn, *args, out=by_heads(1))
             total += seconds
         assert metric is not None
         return Scores(metric), total
+
+    def sparse(
+        self, timed: Callable[..., Any], method: Method, dense: DensePass, prompt: np.ndarray
+    ) -> tuple[PromptKV, jax.Array, float, float]:
+        """What a method that prefills sparsely has of a prompt, with its scores, the logits behind
+        it, and the seconds of that prefill and of the draft; arguments as of `scores`."""
+        scorer = method.scorer
+        assert isinstance(scorer, SparseLookahead)
+        (one,) = scorer.probes(prompt, self.bench)
+        said, drafting = self._said(timed, one, dense, prompt)
+        tokens = np.zeros(padded_size(len(prompt), 128), np.int32)
+        tokens[: len(prompt)] = prompt
+        fn = functools.partial(prefill_sparse, self.spread.config, scorer)
+        args = (self.model.params, tokens, np.int32(len(prompt)), *said, np.int32(one.overlap))
+        (held, logits), seconds = timed(("sparse", scorer), fn, *args)
+        return held, logits, seconds, drafting
+
+    def _said(
+        self, timed: Callable[..., Any], one: Probe, dense: DensePass, prompt: np.ndarray
+    ) -> tuple[Any, float]:
+        """A probe's tokens, with what is drafted behind them, and their number; and the seconds
+        that the draft took."""
+        tokens, total = np.zeros(padded_size(len(one), 128), np.int32), 0.0
+        if one.drafted and self.draft is not None:
+            self.draft.check(len(prompt), one.drafted)
+            start = time.perf_counter()
+            one = one.saying(self.draft(prompt, one.drafted))
+            total += time.perf_counter() - start
+        tokens[: len(one.tokens)] = one.tokens
+        said: Any = tokens, np.int32(len(one.tokens))
+        if one.drafted:
+            fn = functools.partial(_draft, self.spread.config, one.drafted)
+            args = (self.model.params, dense, np.int32(len(prompt)), *said, self.eos_ids)
+            said, seconds = timed(("draft", one.drafted), fn, *args, out=SAME)
+            total += seconds
+        return said, total

@@ -77,6 +77,8 @@ LIKE_OTHERS = (
     "expected-attention",
     "kvzip-plus",
     "speckv",
+    "speckv-sparse",
+    "speckv-sparse-256",
     "epicache",
     "kvzap-linear",
     "kvzap-mlp",

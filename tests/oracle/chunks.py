@@ -330,6 +330,8 @@ METRICS: dict[str, Callable[[Chunk], Metrics]] = {
     "random": every(lambda c, name, x: np.array([random_number(*name, int(at)) for at in x.at])),
     "kvzip": every(lambda c, name, x: x.before),
     "speckv": every(lambda c, name, x: x.before),
+    "speckv-sparse": every(lambda c, name, x: x.before),
+    "speckv-sparse-256": every(lambda c, name, x: x.before),
     "epicache": every(lambda c, name, x: x.before),
     "fastgen": every(by_policy),
     "ems": every(global_local),

@@ -121,6 +121,8 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "kvzip": keeps_globally(unread, protected=1, sinks=4),
     "kvzip-plus": keeps_globally(unread, protected=1, sinks=4),
     "speckv": keeps(unread, protected=33),
+    "speckv-sparse": keeps(unread, protected=33),
+    "speckv-sparse-256": keeps(unread, protected=33),
     "epicache": keeps_cheapest_by_layer(unread, protected=1, sinks=4),
     "r-kv": keeps(mean_of_last, protected=8, choose=without_like()),
     "duo-heads": keeps_whole_heads(
@@ -249,6 +251,8 @@ SCORES: dict[str, Callable[[Prompt], Scores]] = {
     "kvzip": unread,
     "kvzip-plus": unread,
     "speckv": unread,
+    "speckv-sparse": unread,
+    "speckv-sparse-256": unread,
     "epicache": unread,
     "r-kv": mean_of_last,
     "triattention": centred,

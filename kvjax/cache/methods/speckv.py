@@ -11,7 +11,17 @@ Theirs drafts with a smaller model of the family, as many tokens as may be gener
 LongBench, and an answer may be allowed to be thousands long. `LLM(draft=…)` takes the smaller
 model; without one the model drafts for itself over its whole prompt, which costs so many decode
 steps and a copy of the prompt, and is no longer an approximation but what it will say with the full
-cache. Their sparse prefill is left out. KVs of the window and of decode steps have metric 0.
+cache. KVs of the window and of decode steps have metric 0.
+
+`speckv` computes all of the prompt's attention. Theirs prefills prompts of more than 4,096 tokens
+sparsely, and so does `speckv-sparse`: in every layer these queries score first, with attention to
+all keys; then every query attends, in each KV head, to the 2,048 keys that score highest, and to
+2,048 keys before its own block of 64 queries. What scores is the state that such a prefill leaves
+of the layers below. By the authors' code these slashes are fixed, and a KV head's verticals
+are its group's. They count the draft's tokens, too, where they ask whether a prompt is that long,
+and run the prompt's last token again behind what was kept. `speckv-sparse-256` is the same with
+256 and 256, for prompts of more than 512 tokens; these numbers are ours. A model that drafts for
+itself prefills the prompt in full first, which saves nothing.
 """
 
 import dataclasses
@@ -21,10 +31,11 @@ import numpy as np
 
 from kvjax.cache.policy.allocate import ByLayer
 from kvjax.cache.policy.attention import pooled
-from kvjax.cache.policy.checks import check_attention, check_wholes
+from kvjax.cache.policy.checks import check_a, check_attention, check_wholes
 from kvjax.cache.policy.method import Method
 from kvjax.cache.policy.probe import AtHand, Probe, Probed
 from kvjax.cache.policy.score import Artefacts, LayerView, Scores
+from kvjax.cache.policy.sparse import SparsePrefill
 
 MOST_DRAFTED = 2**9
 """Tokens at most that may be drafted; the longest answers of LongBench have as many."""
@@ -65,13 +76,38 @@ class Lookahead(Probed):
         return Scores(jnp.where((at >= 0) & (at < view.start), joined, 0.0))
 
 
+AUTHORS = SparsePrefill()
+"""With the numbers of the authors' configurations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLookahead(Lookahead):
+    """The same of a prompt whose queries see the highest scoring keys and those next to them."""
+
+    sparse: SparsePrefill = AUTHORS
+    """Which keys they see, of long prompts."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_a("sparse", self.sparse, SparsePrefill)
+
+
+_LOOKS = "attention of the last 33 queries and of a drafted answer, max-pooled over 7 keys"
 METHODS = (
+    Method("speckv", _LOOKS, Lookahead(), allocator=ByLayer(), protected=33, evidence="C"),
     Method(
-        "speckv",
-        "attention of the last 33 queries and of a drafted answer, max-pooled over 7 keys",
-        Lookahead(),
+        "speckv-sparse",
+        f"{_LOOKS}; the best 2,048 and the nearest 2,048 are all that a prompt's queries see",
+        SparseLookahead(),
         allocator=ByLayer(),
         protected=33,
         evidence="C",
+    ),
+    Method(
+        "speckv-sparse-256",
+        f"{_LOOKS}; the best 256 and the nearest 256 are all that a prompt's queries see",
+        SparseLookahead(sparse=SparsePrefill(verticals=256, local=256)),
+        allocator=ByLayer(),
+        protected=33,
     ),
 )

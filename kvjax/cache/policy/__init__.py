@@ -20,6 +20,7 @@ from kvjax.cache.policy.score import (
     StepView,
 )
 from kvjax.cache.policy.select import Candidates, Selector
+from kvjax.cache.policy.sparse import SparsePrefill
 
 __all__ = [
     "Allocator",
@@ -40,5 +41,6 @@ __all__ = [
     "Scorer",
     "Scores",
     "Selector",
+    "SparsePrefill",
     "StepView",
 ]

@@ -27,6 +27,7 @@ from kvjax.cache.policy.prune import Pruner
 from kvjax.cache.policy.rotary import ROPE_FREQUENCY
 from kvjax.cache.policy.score import DecodeRule, HeadAxis, Observation, Scorer, Stored
 from kvjax.cache.policy.select import Selector
+from kvjax.cache.policy.sparse import SparsePrefill
 from kvjax.cache.store import Plane
 from kvjax.checks import INT32_MAX, check_flag, check_text
 
@@ -149,6 +150,12 @@ class Method:
     def drafts(self) -> bool:
         """Whether a draft says what may come behind the prompt; see `Probed.drafts`."""
         return getattr(self.scorer, "drafts", 0) > 0
+
+    @property
+    def sparse(self) -> SparsePrefill | None:
+        """Which keys queries of long prompts see in prefill, which then runs behind the draft; None
+        for all."""
+        return getattr(self.scorer, "sparse", None)
 
     @property
     def rescored(self) -> bool:
