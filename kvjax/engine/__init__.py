@@ -7,6 +7,7 @@ answers are not here.
 
 from kvjax.engine.async_llm import AsyncLLM, AsyncOutputs
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.episodes import EpisodeCaches
 from kvjax.engine.llm import LLM
 from kvjax.engine.memory import pool_tokens_for
 from kvjax.engine.request import RequestOutput, TokenLogprobs
@@ -18,6 +19,7 @@ __all__ = [
     "AsyncLLM",
     "AsyncOutputs",
     "EngineConfig",
+    "EpisodeCaches",
     "RateWarning",
     "RequestOutput",
     "SamplingParams",

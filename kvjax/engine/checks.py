@@ -53,6 +53,8 @@ def checked_request(
         llm.plan.heads, llm.plan.spec.block_size, method.decode,
     )  # fmt: skip
     request.sharing = sharing_of(llm.config.share_prefix, compression, method)
+    if method.measured is not None:
+        request.shared_tokens = min(method.measured, len(tokens))
     request.stats.rate = compression.reached_rate(*size)
     check_method(llm, request)
     needs = request.blocks_to_finish(llm.scheduler.chunk_in_pool(request, request.remaining))

@@ -286,8 +286,9 @@ class Engine:
         """Take the prompt that is being prefilled further."""
         request = decision.request
         if isinstance(decision, Begin):
-            self.scheduler.job = self.worker.begin(request)
-            request.measured = request.length
+            self.scheduler.job = job = self.worker.begin(request)
+            request.stats.cached_tokens = job.done
+            request.measured = min(request.length, request.method.measured or request.length)
             if request.stats.admitted is None:
                 request.stats.admitted = self.clock()
             self._continue(request)
@@ -313,13 +314,11 @@ class Engine:
 
     def _continue(self, request: Request) -> None:
         """Let a request's slot hold what it continues."""
-        request.stats.cached_tokens = 0
         if request.plan is None or (match := request.plan.match) is None:
             return
         assert request.slot is not None
         self.worker.share(match.row, request.slot)
         self.scheduler.prefixes.used(match)
-        request.stats.cached_tokens = len(match.tokens)
         self.metrics.continued(len(match.tokens))
 
     def _retain(self, job: PromptJob) -> None:

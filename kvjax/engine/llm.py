@@ -14,12 +14,13 @@ import numpy as np
 from kvjax.cache import Codec, CompressionConfig, Method
 from kvjax.cache.calibration import Calibration
 from kvjax.checks import INT32_MAX, check_flag, check_number, check_text, check_whole, shown
-from kvjax.engine import processes, retaining, warming
+from kvjax.engine import episodes, processes, retaining, warming
 from kvjax.engine.agreement import Agreement, agreed_settings, plain_compression
 from kvjax.engine.building import build
 from kvjax.engine.checks import checked_request
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine import Engine
+from kvjax.engine.episodes import EpisodeCaches
 from kvjax.engine.interrupts import held
 from kvjax.engine.prompts import Prompt, as_batch
 from kvjax.engine.recovery import Recovery
@@ -231,7 +232,8 @@ class LLM:
                 check_number("deadline", deadline, 0, above=True)
                 request.deadline = self.engine.clock() + deadline
             request.on_output, request.waits = on_output, on_output is None
-            request.shared_tokens = shared
+            if shared is not None:
+                request.shared_tokens = shared
             request.report_kept = check_flag("report_kept", report_kept)
             if self.engine.agreement is not None:
                 plain_compression(self, request.compression)
@@ -296,6 +298,31 @@ class LLM:
             UserError: it cannot be served or retained, or nothing is shared with these settings.
         """
         return len(retaining.retain(self, prompt, compression).tokens)
+
+    def episodes(
+        self,
+        prompt: Prompt,
+        compression: CompressionConfig | None = None,
+        *,
+        number: int | None = None,
+    ) -> EpisodeCaches:
+        """Retain a prompt once for each of its episodes, for questions that choose among them
+        (EpiCache; `kvjax.engine.episodes`). The prompt is prefilled once.
+
+        Each cache has the budget of one: so many of them hold as many budgets.
+
+        Args:
+            prompt: a text, or token ids.
+            compression: settings of each cache, of the method `epicache`; by default the engine's.
+            number: how many episodes; by default as many as the method says, 4. They are fewer
+                where parts of the prompt are alike.
+
+        Raises:
+            UserError: the prompt is empty or has fewer segments than episodes; the method has no
+                episodes, or evicts nothing; several devices; nothing is shared with these settings;
+                the pool has no room. Nothing of the prompt is retained then.
+        """
+        return episodes.prepare(self, prompt, compression, number)
 
     def save_prefix(
         self,

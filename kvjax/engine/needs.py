@@ -202,6 +202,7 @@ def without_state(worker: Worker) -> Worker:
     """A worker whose calls can be built at any time, by any thread: it has the shapes of the cache
     and the slot states, which come and go with each step."""
     worker = copy.copy(worker)
+    worker.kept = None
     worker.cache, worker.state = jax.tree.map(_shape, (worker.cache, worker.state))
     worker.probing = worker.probing.idle()
     return worker

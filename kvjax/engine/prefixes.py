@@ -142,11 +142,13 @@ def sharing_of(share: str, compression: CompressionConfig, method: Method) -> Ha
         method: what they lead to.
 
     Returns:
-        None where it shares nothing: a method that probes or prunes the prompt has to have all of
-        it, one that looks at the question keeps what answers the question it saw, not the next one,
-        and one that scores held KVs anew would do so in blocks of others.
+        None where it shares nothing: a method that prunes the prompt has to have all of it, and so
+        has one that probes it, unless it is made for the prompt's beginning; one that looks at the
+        question keeps what answers the question it saw, not the next one, and one that scores held
+        KVs anew would do so in blocks of others.
     """
-    if share == "never" or method.probed or method.rescored or method.pruner is not None:
+    needs_all = method.pruner is not None or (method.probed and method.measured is None)
+    if share == "never" or needs_all or method.rescored:
         return None
     if method.query_aware and share != "always":
         return None

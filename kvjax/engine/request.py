@@ -51,7 +51,8 @@ class RequestStats:
     """Blocks over the budget that could not be evicted."""
     blocks_evicted_decoding: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that were not prefilled, because a shared prefix holds them."""
+    """Tokens of the prompt that were not prefilled, because a shared prefix or a scratch that was
+    kept holds them."""
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -134,7 +135,7 @@ class Request:
     since_compression: int = 0
     """Tokens generated since it was last compressed on its interval; −1 before its first."""
     measured: int = 0
-    """Tokens of its last prefill, which is what its method has observed."""
+    """Tokens of its last prefill, as far as its method has observed them."""
     unevictable: int = 0
     """Blocks over the budget that an attempt to admit it could not evict."""
 

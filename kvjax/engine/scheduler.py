@@ -244,7 +244,9 @@ class Scheduler:
         if request.plan is None:
             return 0
         plan = request.plan
-        return min(most, max(request.length - plan.until, plan.until - plan.start))
+        # What continues nothing runs in the scratch, as far as it is retained.
+        first = 0 if plan.match is None else plan.until - plan.start
+        return min(most, max(request.length - plan.until, first))
 
     def fits(self, request: Request) -> bool:
         """Whether a request can begin, or go on to its slot, beside those that run."""

@@ -6,7 +6,7 @@ device. Steps are compiled when they are first needed.
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,14 +19,47 @@ from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport
 from kvjax.engine.interrupts import released
 from kvjax.engine.job import PromptJob
+from kvjax.engine.request import Request
 from kvjax.engine.sampling import FILTERED
 
 
 class Worker(Calls):
     """Runs steps, each on the cache and the slot states that the one before left."""
 
+    kept: PromptJob | None = None
+    """A prompt whose scratch is kept; see `keeping_scratch`."""
+    _keeps = False
+
+    @contextlib.contextmanager
+    def keeping_scratch(self) -> Iterator[None]:
+        """For as long as it is open, the scratch of a prompt that is probed stays until another one
+        begins: the same prompt with other probes does not run again."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self.kept = False, None
+
+    def begin(self, request: Request) -> PromptJob:
+        """`Calls.begin`, behind the chunks that have run where their scratch is kept."""
+        job, kept = super().begin(request), self.kept
+        if job.in_pool:
+            return job
+        if (
+            kept is not None
+            and job.probes
+            and np.array_equal(kept.tokens, job.tokens)
+            and kept.request.method.observer == request.method.observer
+        ):
+            job.prompt, job.logits, job.done = kept.prompt, kept.logits, kept.done
+        else:
+            # Never two scratches at once.
+            self.kept = None
+        return job
+
     def reset(self) -> None:
         """An empty cache and no running sequence; what compiled steps there are stay."""
+        self.kept = None
         # Never two pools at once.
         self.cache = self.state = None  # type: ignore[assignment]
         self.cache, self.state = self._new_cache(), self._new_state()
@@ -91,6 +124,8 @@ class Worker(Calls):
             with released() if len(job.chunks) == 1 else contextlib.nullcontext():
                 job.prompt, job.logits = self.compiled.run(call)
         job.done += size
+        if self._keeps and job.probing:
+            self.kept = dataclasses.replace(job)
 
     def _probe(self, job: PromptJob) -> None:
         """Run the next probe of a job, with what a draft says behind it."""

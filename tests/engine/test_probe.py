@@ -100,14 +100,14 @@ def started(llm, prompt=PROMPT) -> str:
     return one
 
 
-def check_kept(llm, scores, keeps_of) -> None:
-    """What the first slot holds of the prompt is what these scores keep, with these metrics."""
+def check_kept(llm, scores, keeps_of, row=0) -> None:
+    """What a row of the cache holds of the prompt is what these scores keep, with these metrics."""
     shape = (TINY.num_layers, LENGTH, TINY.num_kv_heads, 1)
     prompt = Prompt(np.zeros(shape), np.zeros(shape), np.zeros(shape), CAP, B)
     rows = {at: scores[at] for at in np.ndindex(scores.shape[:2])}
     want = keeps_of(lambda _: rows)(prompt)
     for (slot, *at), kvs in heads_of(llm.worker.cache).items():
-        if slot == 0:
+        if slot == row:
             held = {x.position: x.metric for x in kvs if x.position < LENGTH}
             assert sorted(held) == want[tuple(at)]
             found = scores[tuple(at)][list(held)]

@@ -100,6 +100,15 @@ def medoid_segment(
 ) -> np.ndarray:
     """EpiCache's probe: of the segments of the episode that a prompt ends in, that next to its
     centroid. `table` [V, D] are the tokens' embeddings."""
+    found, last = medoids(table, prompt, size, clusters)
+    return found[last][0]
+
+
+def medoids(
+    table: np.ndarray, prompt: np.ndarray, size: int, clusters: int = 4
+) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], int]:
+    """Of each of a prompt's episodes, by its number, the segment next to the centroid, and the
+    centroid, a mean [D]; and the number of that which the prompt ends in."""
     size = min(size, len(prompt))
     begins = sorted(range(len(prompt) - size, -1, -size))
     points = []
@@ -107,10 +116,24 @@ def medoid_segment(
         mean = table[prompt[begin : begin + size]].astype(np.float64).mean(axis=0)
         points.append(mean / np.linalg.norm(mean))
     labels = episodes(np.array(points), clusters)
-    own = [i for i, label in enumerate(labels) if label == labels[-1]]
-    centre = np.mean([points[i] for i in own], axis=0)
-    best = max(own, key=lambda i: points[i] @ centre / np.linalg.norm(centre))
-    return prompt[begins[best] : begins[best] + size]
+    found = {}
+    for label in sorted(set(labels)):
+        own = [i for i, other in enumerate(labels) if other == label]
+        centre = np.mean([points[i] for i in own], axis=0)
+        best = max(own, key=lambda i: points[i] @ centre / np.linalg.norm(centre))
+        found[label] = prompt[begins[best] : begins[best] + size], centre
+    return found, labels[-1]
+
+
+def chosen_episode(table: np.ndarray, centroids: list[np.ndarray], question: np.ndarray) -> int:
+    """The place of the centroid at the smallest angle to the mean of a question's embeddings."""
+    mean = [float(np.mean([table[t, d] for t in question])) for d in range(table.shape[1])]
+    cosines = []
+    for centre in centroids:
+        dot = sum(x * float(y) for x, y in zip(mean, centre, strict=True))
+        sizes = [math.sqrt(sum(float(x) ** 2 for x in one)) for one in (mean, centre)]
+        cosines.append(dot / (sizes[0] * sizes[1]))
+    return cosines.index(max(cosines))
 
 
 def key_similarities(

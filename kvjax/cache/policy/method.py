@@ -147,6 +147,11 @@ class Method:
         return self.scorer is not None and self.scorer.probed
 
     @property
+    def measured(self) -> int | None:
+        """Tokens at a prompt's beginning that it is made for; see `Scorer.measured`."""
+        return None if self.scorer is None else self.scorer.measured
+
+    @property
     def drafts(self) -> bool:
         """Whether a draft says what may come behind the prompt; see `Probed.drafts`."""
         return getattr(self.scorer, "drafts", 0) > 0

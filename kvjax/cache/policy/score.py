@@ -213,6 +213,13 @@ class Scorer:
     Metrics have to follow from one layer alone."""
 
     @property
+    def measured(self) -> int | None:
+        """Tokens at a prompt's beginning that it measures, where it is made for these alone: what
+        comes behind them has no metric, and changes none of theirs. None for any prompt, as a
+        whole."""
+        return None
+
+    @property
     def needs_log_sum(self) -> bool:
         """Whether one pass over the logits suffices where the attention tells their log-sum-exp."""
         return False
