@@ -17,6 +17,7 @@ from kvjax.cache.policy.probe import AtHand
 from kvjax.engine import LLM, EngineConfig
 from kvjax.engine.needs import needs_of
 from kvjax.engine.parallel import check_on_devices
+from kvjax.engine.prefixes import sharing_of
 from kvjax.engine.retaining import SHORTEST
 from kvjax.errors import UserError
 from tests.cache.pair import heads_of
@@ -305,6 +306,14 @@ def test_no_question_is_refused(tiny, question, message):
     caches = engine(tiny).episodes(PROMPT)
     with pytest.raises(UserError, match=rf"^{re.escape(message)}[^\n]*$"):
         caches.asked(question)
+
+
+def test_only_what_is_of_a_prompts_beginning_is_shared():
+    """Whose episode is that of the prompt's end needs all of the prompt."""
+    assert sharing_of("always", SETTINGS, METHOD) is None
+    medoid = dataclasses.replace(METHOD, scorer=Medoid(tokens=(1,), prompt=2), query_aware=False)
+    assert sharing_of("auto", SETTINGS, medoid) is SETTINGS
+    assert sharing_of("never", SETTINGS, medoid) is None
 
 
 def test_fewer_episodes_where_segments_are_equal(tiny):
