@@ -193,17 +193,19 @@ def test_freeing_leaves_other_prefixes(tiny):
 
 
 def test_a_pool_that_is_too_small_names_one_that_is_not(tiny):
-    llm = engine(tiny, pool_tokens=180)
-    llm.retain(PROMPT, NORMS)
-    with pytest.raises(
-        UserError, match=r"^3 caches of 48 blocks and a question need \d+ [^\n]*$"
-    ) as e:
-        llm.episodes(PROMPT)
-    assert [prefix.settings for prefix in llm.scheduler.prefixes] == [NORMS]
-    found = re.search(r"a pool of (\d+) tokens", str(e.value))
+    """Nor does the whole prompt find room in that."""
+    small, norms = (dataclasses.replace(one, max_cache_tokens=20) for one in (SETTINGS, NORMS))
+    llm = engine(tiny, pool_tokens=80)
+    llm.retain(PROMPT, norms)
+    refused = r"^3 caches of 20 blocks and a question need \d+ [^\n]* a pool of (\d+) tokens[^\n]*$"
+    with pytest.raises(UserError, match=refused) as e:
+        llm.episodes(PROMPT, small)
+    assert [prefix.settings for prefix in llm.scheduler.prefixes] == [norms]
+    found = re.match(refused, str(e.value))
     assert found is not None
     enough = engine(tiny, pool_tokens=int(found[1]))
-    caches = enough.episodes(PROMPT)
+    assert enough.plan.num_blocks < LENGTH
+    caches = enough.episodes(PROMPT, small)
     assert len(enough.scheduler.prefixes) == EPISODES
     caches.generate(QUESTIONS[0][:1], greedy(1))
     assert len(enough.scheduler.prefixes) == EPISODES
