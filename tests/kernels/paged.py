@@ -182,8 +182,8 @@ def run_tpu(
     exact: ExactKVs | None = None,
     interpret: bool | pltpu.InterpretParams = True,
 ):
-    options = {"keep_logits": with_metric, "exact": exact is not None}
-    c = tpu.config(p.shape, scale=p.scale, **options)
+    given: dict = {"keep_logits": with_metric, "exact": exact is not None}
+    c = tpu.config(p.shape, scale=p.scale, **given)
     statistic = {**p.statistic(with_metric), "exact": exact}
     return tpu.paged_attention(*p.arguments, c=c, **statistic, interpret=interpret)
 
