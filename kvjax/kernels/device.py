@@ -1,6 +1,7 @@
 """The device that a call will run on, known while it is traced; what kernels for devices share."""
 
 import dataclasses
+import importlib.util
 import math
 
 import jax
@@ -45,6 +46,17 @@ def of(array: object = None) -> Device:
     hopper = getattr(device, "compute_capability", None) == "9.0"
     cores = getattr(device, "core_count", None) or (HOPPER_CORES if hopper else 1)
     return Device(device.platform, device.device_kind, hopper, cores)
+
+
+def check_numba(where: Device) -> None:
+    """
+    Raises:
+        NotImplementedError: kernels that Numba compiles do not run on the device.
+    """
+    if where.platform != "cpu":
+        raise NotImplementedError(f"device {where.kind}")
+    if importlib.util.find_spec("numba") is None:
+        raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
 
 
 def check_hopper(where: Device) -> None:

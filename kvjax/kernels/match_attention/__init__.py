@@ -1,12 +1,10 @@
 """Attention matching: KVs that stay, fitted to attention as it was before others went."""
 
-import importlib.util
-
 from jaxtyping import Array, Bool, Float
 
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device
+from kvjax.kernels.device import Device, check_numba
 from kvjax.kernels.match_attention import reference
 
 
@@ -71,10 +69,7 @@ def choice(q, k, v, dropped, kept, *, implementation: str | None = None, **_) ->
             raise wanted(f"{name} shape", list(mask.shape), [num_heads, num_tokens])
 
     def numba(where: Device) -> None:
-        if where.platform != "cpu":
-            raise NotImplementedError(f"device {where.kind}")
-        if importlib.util.find_spec("numba") is None:
-            raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
+        check_numba(where)
         from kvjax.kernels.match_attention import numba_cpu
 
         numba_cpu.check()

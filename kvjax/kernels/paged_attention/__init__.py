@@ -1,6 +1,5 @@
 """Attention of one query per sequence over a paged cache with its own length for every KV head."""
 
-import importlib.util
 import math
 from typing import Any
 
@@ -9,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device, check_hopper
+from kvjax.kernels.device import Device, check_hopper, check_numba
 from kvjax.kernels.encoded import Encoded, Half, form_of, half_of
 from kvjax.kernels.paged_attention import reference, spec
 from kvjax.kernels.paged_attention.exact import ExactKVs
@@ -215,10 +214,7 @@ def _choose(
         return tpu.config(shape, scale=scale, **options)
 
     def numba(where: Device):
-        if where.platform != "cpu":
-            raise NotImplementedError(f"device {where.kind}")
-        if importlib.util.find_spec("numba") is None:
-            raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
+        check_numba(where)
         from kvjax.kernels.paged_attention import numba_cpu
 
         return numba_cpu.config(shape, scale=scale, keep_weights=return_metric, exact=exact)

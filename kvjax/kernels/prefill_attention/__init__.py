@@ -1,7 +1,6 @@
 """Attention of a prompt's queries: causal among themselves, whole over what a cache holds."""
 
 import dataclasses
-import importlib.util
 import math
 from typing import no_type_check
 
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.checks import check_dtype, check_prompt, wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device
+from kvjax.kernels.device import Device, check_numba
 from kvjax.kernels.prefill_attention import reference
 from kvjax.kernels.window_metrics import window_metrics
 
@@ -184,10 +183,7 @@ def choice(
             raise NotImplementedError("float16, which TPUs have no vector type for")
 
     def numba(where: Device) -> None:
-        if where.platform != "cpu":
-            raise NotImplementedError(f"device {where.kind}")
-        if importlib.util.find_spec("numba") is None:
-            raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
+        check_numba(where)
         from kvjax.kernels.prefill_attention import numba_cpu
 
         numba_cpu.check()
