@@ -46,7 +46,7 @@ def test_a_quarter_of_the_cache_still_knows_the_answer(model):
     text = filler * 25 + needle + filler * 25 + "\nWhat is the pass key?"
     prompt = model.tokenizer.chat([{"role": "user", "content": text}])
     prompt += model.tokenizer.encode("The pass key is")
-    found = run(model, prompt, CompressionConfig(rate=4, window=4), 8)
+    found = run(model, prompt, CompressionConfig(rate=4), 8)
     assert "71432" in found.text
     kept = found.stats.kept
     assert kept is not None
