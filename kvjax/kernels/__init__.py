@@ -7,6 +7,7 @@ no cache, no model.
 from kvjax.kernels.choice import explain
 from kvjax.kernels.encoded import Encoded, Half
 from kvjax.kernels.match_attention import match_attention
+from kvjax.kernels.matmul import matmul
 from kvjax.kernels.move_kvs import move_kvs
 from kvjax.kernels.paged_attention import (
     ExactKVs,
@@ -34,6 +35,7 @@ __all__ = [
     "explain",
     "hit_intervals",
     "match_attention",
+    "matmul",
     "move_kvs",
     "paged_attention",
     "plan_paged_attention",

@@ -12,6 +12,8 @@ HOPPER_CORES = 132
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 HEAD_DIMS = (64, 80, 96, 128)
 """Head dimensions that kernels for devices serve."""
+WHOLE = ("highest", "float32", "F32_F32_F32", "F64_F64_F64")
+"""What `jax.default_matmul_precision` says where float32 numbers are multiplied as they are."""
 LOG2E = math.log2(math.e)
 """Of logits in powers of two, which devices are quicker at."""
 
@@ -57,6 +59,17 @@ def check_numba(where: Device) -> None:
         raise NotImplementedError(f"device {where.kind}")
     if importlib.util.find_spec("numba") is None:
         raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
+
+
+def check_in_parts(*operands: jax.Array) -> None:
+    """
+    Raises:
+        NotImplementedError: JAX is told to multiply float32 numbers, of which some are, as they
+            are.
+    """
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision in WHOLE and any(x.dtype == "float32" for x in operands):
+        raise NotImplementedError(f"float32 at precision {precision}")
 
 
 def check_hopper(where: Device) -> None:

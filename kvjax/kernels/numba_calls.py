@@ -8,6 +8,9 @@ at least, and XLA asks a function for the one that it was written for when it is
 Needs Numba (`pip install '.[cpu]'`).
 """
 
+import functools
+import threading
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any, no_type_check
 
@@ -25,7 +28,7 @@ API_VERSION = (0, 4)
 
 # Offsets in words of 8 bytes; all structures begin with their size and a list of extensions.
 _EXTENSIONS = 1
-_STAGE, _ARGUMENTS, _NUM_RESULTS, _RESULTS = 4, 9, 12, 14
+_STAGE, _NUM_ARGUMENTS, _ARGUMENTS, _NUM_RESULTS, _RESULTS = 4, 7, 9, 12, 14
 """Of XLA_FFI_CallFrame: the stage, and the lists of arguments' and results' buffers."""
 _METADATA = 3
 """Of XLA_FFI_Metadata_Extension."""
@@ -37,6 +40,9 @@ _EXECUTE = 3
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 """What is stored of numbers; of 4 bits two to a byte, as `kvjax.cache.store.scaled.packed` has
 them."""
+
+KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
+"""What is stored of numbers, by their dtype."""
 
 
 @no_type_check
@@ -61,6 +67,7 @@ def _pointer_to(kind: types.Type, element: ir.Type) -> Any:
 
 words = _pointer_to(types.int64, ir.IntType(64))
 int32s = _pointer_to(types.int32, ir.IntType(32))
+int16s = _pointer_to(types.int16, ir.IntType(16))
 float32s = _pointer_to(types.float32, ir.FloatType())
 
 
@@ -89,6 +96,12 @@ def argument(frame, index):
 def result(frame, index):
     """Where those of a result go."""
     return words(words(frame[_RESULTS])[index])[_DATA]
+
+
+@no_type_check
+@numba.njit(inline="always")
+def num_arguments(frame):
+    return frame[_NUM_ARGUMENTS]
 
 
 @no_type_check
@@ -134,6 +147,19 @@ def times_power_of_two(typing, x, exponent):
         return builder.bitcast(builder.add(bits, more), ir.FloatType())
 
     return types.float32(types.float32, types.int32), build
+
+
+def once[**P](build: Callable[P, str]) -> Callable[P, str]:
+    """A function that lets programs call something by a name, once for each of its arguments: a
+    name stands for one function, and programs are made by several threads."""
+    lock, found = threading.Lock(), functools.cache(build)
+
+    @functools.wraps(build)
+    def one_at_a_time(*args: P.args, **kwargs: P.kwargs) -> str:
+        with lock:
+            return found(*args, **kwargs)
+
+    return one_at_a_time
 
 
 _COMPILED: list[Any] = []

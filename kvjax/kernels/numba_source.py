@@ -3,15 +3,24 @@
 import functools
 import inspect
 import zlib
+from typing import Any
 
-from kvjax.kernels import numba_calls, numba_matrices, numba_threads, numba_vectors
+from kvjax.kernels import (
+    numba_calls,
+    numba_matrices,
+    numba_squares,
+    numba_threads,
+    numba_tiles,
+    numba_vectors,
+)
 
 
 @functools.cache
-def stamp() -> int:
-    """A number that a function closes over, so that what lies on disk is of these sources.
+def stamp(*others: Any) -> int:
+    """A number that a function closes over, so that what lies on disk is of these sources, and of
+    those of other modules that it calls.
 
     Numba tells functions on disk by what they close over, and by their own file alone.
     """
-    modules = numba_calls, numba_threads, numba_vectors, numba_matrices
-    return zlib.crc32("".join(map(inspect.getsource, modules)).encode())
+    own = numba_calls, numba_threads, numba_vectors, numba_matrices, numba_tiles, numba_squares
+    return zlib.crc32("".join(map(inspect.getsource, (*own, *others))).encode())

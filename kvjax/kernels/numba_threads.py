@@ -8,7 +8,7 @@ else; who leaves last gives the memory back.
 """
 
 import sys
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import llvmlite.binding
 import numba
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.errors import RequireLiteralValue
 
-from kvjax.kernels.numba_calls import API_VERSION, intrinsic, words
+from kvjax.kernels.numba_calls import API_VERSION, compiled, intrinsic, register, words
 
 # Words of a team's memory.
 _NEXT, _DONE, _MEMBERS, TOTAL, FRAME, PHASE, _WORDS = range(7)
@@ -28,6 +28,16 @@ _WORD, _SMALL = ir.IntType(64), ir.IntType(32)
 def lend(name: str, task) -> None:
     """Let `address_of` find a task, a C function of one address, by a name."""
     llvmlite.binding.add_symbol(name, task.address)
+
+
+def serve(name: str, task: Any, call: Any) -> None:
+    """Let programs call a function of a frame by a name, by which it finds a task of a team.
+
+    Raises:
+        NotImplementedError: jaxlib does not serve the version of the interface.
+    """
+    lend(name, compiled(task, types.void(types.int64)))
+    register(name, compiled(call, types.int64(types.CPointer(types.int64))))
 
 
 @intrinsic

@@ -16,6 +16,10 @@ from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, intrinsic
 
 ROWS = 16
 """Rows that are worked on at once."""
+AT_ONCE = 4
+"""Rows of a matrix that are added to sums at once."""
+_AHEAD = 8
+"""Rows of it by which what comes is fetched before."""
 TALL = 6
 """Rows of a tile that a product has in registers."""
 
@@ -100,7 +104,7 @@ def product(typing, a, b, out, depth, strides, width, vectors):
     1; bytes from row to row of the three, a tuple; numbers of a vector and vectors of a row, which
     are the columns, literals. All numbers are float32.
     """
-    lanes, count = (_literal(x, "width and vectors") for x in (width, vectors))
+    lanes, count = (literal(x, "width and vectors") for x in (width, vectors))
 
     def build(context, builder, signature, arguments):
         a, b, out, depth, strides, _, _ = arguments
@@ -143,13 +147,94 @@ def product(typing, a, b, out, depth, strides, width, vectors):
 
 
 @intrinsic
+def add_products(typing, b, a, out, vectors, strides, kind, rows):
+    """Add to rows of sums the product of `AT_ONCE` columns of a and as many rows of b.
+
+    Args: addresses, of b's first row, of the columns in a's first row, and of the first row of
+    sums; vectors of `ROWS` numbers in a row of b, at least 1; bytes from row to row of b, of a and
+    of the sums, a tuple; what the numbers of b are, a literal, and how many rows a has, another.
+    What is not of b is float32.
+    """
+    stored, count = literal(kind, "kind"), literal(rows, "rows")
+    size = {FLOAT32: 4, BFLOAT16: 2, INT8: 1}[stored]
+
+    def build(context, builder, signature, arguments):
+        b, a, out, vectors, strides, _, _ = arguments
+        word = ir.IntType(64)
+        b_stride, a_stride, out_stride = (builder.extract_value(strides, i) for i in range(3))
+        factors = []
+        for i in range(count):
+            row = builder.inttoptr(
+                builder.add(a, builder.mul(a_stride, word(i))), _FLOAT.as_pointer()
+            )
+            numbers = [builder.load(builder.gep(row, [_index(j)]), align=4) for j in range(AT_ONCE)]
+            factors.append([_everywhere(builder, x, ROWS) for x in numbers])
+        far = builder.mul(b_stride, word(_AHEAD))
+        before = builder.block
+        loop, behind = (builder.append_basic_block(name) for name in ("loop", "behind"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step, from_b, to = (builder.phi(word) for _ in range(3))
+        of_b, row = [], from_b
+        for _ in range(AT_ONCE):
+            of_b.append(numbers_of(builder, row, stored))
+            prefetch(builder, builder.add(row, far))
+            row = builder.add(row, b_stride)
+        for i in range(count):
+            place = builder.add(to, builder.mul(out_stride, word(i)))
+            total = _load(builder, place, 0, ROWS)
+            for x, y in zip(factors[i], of_b):
+                total = fused(builder, x, y, total)
+            _store(builder, total, place, 0, ROWS)
+        after = builder.add(step, word(1))
+        for phi, start, more in (
+            (step, word(0), after),
+            (from_b, b, builder.add(from_b, word(ROWS * size))),
+            (to, out, builder.add(to, word(ROWS * 4))),
+        ):
+            phi.add_incoming(start, before)
+            phi.add_incoming(more, loop)
+        builder.cbranch(builder.icmp_signed("<", after, vectors), loop, behind)
+        builder.position_at_end(behind)
+        return context.get_dummy_value()
+
+    addresses = [types.int64] * 4
+    return types.none(*addresses, types.UniTuple(types.int64, 3), kind, rows), build
+
+
+def numbers_of(builder: ir.IRBuilder, address: ir.Value, kind: int) -> Any:
+    """`ROWS` numbers behind an address, in float32."""
+    element = {FLOAT32: _FLOAT, BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}[kind]
+    x, single = _load(builder, address, 0, ROWS, element), ir.VectorType(_FLOAT, ROWS)
+    if kind == INT8:
+        return builder.sitofp(x, single)
+    if kind == BFLOAT16:
+        whole = ir.VectorType(_INDEX, ROWS)
+        return builder.bitcast(
+            builder.shl(builder.zext(x, whole), ir.Constant(whole, [16] * ROWS)), single
+        )
+    return x
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Have what is behind an address fetched into the first cache."""
+    pointer = ir.IntType(8).as_pointer()
+    name, kinds = "llvm.prefetch.p0i8", [pointer, _INDEX, _INDEX, _INDEX]
+    call = builder.module.globals.get(name)
+    if call is None:
+        call = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
+    # To be read, to be kept, data.
+    builder.call(call, [builder.inttoptr(address, pointer), _index(0), _index(3), _index(1)])
+
+
+@intrinsic
 def to_float32(typing, source, out, d, kind):
     """A row of d numbers as they are stored, in float32.
 
     Args: addresses, of the stored row and of the result; d and `kind`, what is stored, literals.
     """
     width = _width(d)
-    stored = _literal(kind, "kind")
+    stored = literal(kind, "kind")
     numbers = {FLOAT32: _FLOAT, BFLOAT16: ir.IntType(16)}.get(stored, ir.IntType(8))
 
     def build(context, builder, signature, arguments):
@@ -185,12 +270,17 @@ def _nibbles(builder: ir.IRBuilder, source: ir.Value, out: ir.Value, half: int) 
             _store(builder, level, out, part * half // width + i, width)
 
 
+def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x · y + z, rounded once where a processor can."""
+    return builder.fadd(builder.fmul(x, y, flags=_FUSED), z, flags=_FUSED)
+
+
 def _width(d: types.Type) -> int:
     """Numbers of a vector, of which a row is a multiple."""
-    return math.gcd(_literal(d, "d"), ROWS)
+    return math.gcd(literal(d, "d"), ROWS)
 
 
-def _literal(x: types.Type, name: str) -> int:
+def literal(x: types.Type, name: str) -> int:
     """The value of an argument that must be known when a function is compiled."""
     if not isinstance(x, types.IntegerLiteral):
         raise RequireLiteralValue(name)

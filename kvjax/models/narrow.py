@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
+from kvjax import kernels
 from kvjax.kernels import device
 
 MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -50,10 +51,12 @@ def scaled_product(
     """x times a matrix of few bits in f32, whose inputs lie on `axis`."""
     if device.of().platform != "cpu":
         out = _product(x, weight.astype(x.dtype), axis, jnp.float32)
-    elif weight.dtype == jnp.int8:
-        out = _by_integers(x, weight, axis)
-    else:
+    elif weight.dtype != jnp.int8:
         out = _by_tiles(x, weight, axis)
+    elif x.ndim == 2 and axis == 0 and kernels.matmul.choice(x, weight).name != "xla":
+        out = kernels.matmul(x, weight, dtype=jnp.float32)
+    else:
+        out = _by_integers(x, weight, axis)
     return out * scale.astype(jnp.float32)
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import zlib
 
 import jax
@@ -18,8 +17,12 @@ import pytest
 from numba import cfunc, njit
 
 from kvjax.kernels import explain, numba_calls, numba_source, numba_threads, paged_attention
+from kvjax.kernels.match_attention import numba_cpu as match_cpu
+from kvjax.kernels.matmul import amx
+from kvjax.kernels.matmul import numba_cpu as matmul_cpu
 from kvjax.kernels.paged_attention import numba_cpu, spec
 from kvjax.kernels.prefill_attention import numba_cpu as prefill_cpu
+from kvjax.kernels.prefill_attention import tiled
 from tests.kernels.devices import H200
 from tests.kernels.paged import Problem, assert_exact, problem, run_numba
 
@@ -90,23 +93,25 @@ def test_without_numba_xla_serves(monkeypatch) -> None:
     assert "Python without Numba (pip install '.[cpu]')" in found
 
 
-@pytest.mark.parametrize(("attention", "of"), [(numba_cpu, (1, 2, 0, 0)), (prefill_cpu, (1, 2))])
-def test_what_lies_on_disk_is_of_this_version(attention, of, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "of", "modules"),
+    [
+        (numba_cpu._target, (1, 2, 0, 0), 6),
+        (prefill_cpu._target, (1, 2), 6),
+        (tiled.target, (1, 32, 0), 7),
+        (match_cpu._target, (6, 16), 6),
+        (amx._target, (0, 0), 6),
+        (matmul_cpu._target, (0, 1), 6),
+    ],
+)
+def test_what_lies_on_disk_is_of_this_version(target, of, modules, monkeypatch) -> None:
     """Numba tells functions on disk by what they close over, and by their own file alone."""
     made = []
-
-    def compiled(function, _):
-        made.append(function)
-        return numba_calls.compiled(_nothing, _SIGNATURE)
-
-    stand_in = types.SimpleNamespace(**{**vars(numba_calls), "compiled": compiled})
-    monkeypatch.setattr(numba_threads, "lend", lambda *_: None)
-    monkeypatch.setattr(stand_in, "register", lambda *_: None)
-    monkeypatch.setattr(attention, "calls", stand_in)
+    monkeypatch.setattr(numba_threads, "serve", lambda _, *functions: made.extend(functions))
     monkeypatch.setattr(numba_source.inspect, "getsource", lambda module: "anything")
     monkeypatch.setattr(numba_source, "stamp", numba_source.stamp.__wrapped__)
-    attention._compiled.__wrapped__(*of)
-    stamp = zlib.crc32(b"anything" * 4)
+    target.__wrapped__(*of)
+    stamp = zlib.crc32(b"anything" * modules)
     assert [inspect.getclosurevars(f).nonlocals["stamp"] for f in made] == [stamp, stamp]
 
 

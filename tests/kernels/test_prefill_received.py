@@ -12,19 +12,32 @@ import pytest
 from kvjax.kernels import prefill_attention_with_log_sum, prefill_attention_with_received
 from kvjax.kernels.choice import Choice
 from kvjax.kernels.prefill_attention import reference, splash
+from tests.kernels.amx import needs_amx
 from tests.kernels.devices import H200, TPU_V5E
 from tests.oracle import attend, causal_attention
 
-H, R, D = 2, 3, 16
+H, R, D = 2, 3, 32
 TOKENS = [1, 61, 64]
 """A part of a tile; three loops of tiles, the last tile in part or whole."""
 
 
-@pytest.fixture(params=["numba", "one head at a time", "all heads at once"])
+def off(name: str) -> float:
+    """By how much an implementation may be off, where others are by 1: logits of digits are."""
+    return 20 if name == "amx" else 1
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("amx", marks=needs_amx),
+        "numba",
+        "one head at a time",
+        "all heads at once",
+    ]
+)
 def name(monkeypatch, request):
     """Of an implementation; XLA's with tiles of 8 queries, loops of two or three tiles."""
-    if request.param == "numba":
-        return "numba"
+    if request.param in ("amx", "numba"):
+        return request.param
     monkeypatch.setattr(reference, "ROWS", 8 * R)
     monkeypatch.setattr(reference, "LOOPS", 3)
     monkeypatch.setattr(reference, "LOOP", 16)
@@ -63,7 +76,8 @@ def test_sums_of_the_matrix(tokens, power, excluded, name):
     weight = np.where(np.arange(tokens) < tokens - 2, 0.9 ** np.arange(tokens)[::-1], 0)
     options = {"power": power, "excluded_distance": excluded}
     got = told(q, k, v, weight, implementation=name, **options)[2]
-    np.testing.assert_allclose(got, wanted(matrix, weight, power, excluded), rtol=3e-5, atol=1e-7)
+    want = wanted(matrix, weight, power, excluded)
+    np.testing.assert_allclose(got, want, rtol=3e-5 * off(name), atol=1e-7 * off(name))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -76,9 +90,10 @@ def test_attention_and_log_sums_by_segments(tokens, name):
         for head in range(H):
             rows = slice(head * R, (head + 1) * R)
             want, _ = attend(q[t, rows], k[: t + 1, head], v[: t + 1, head])
-            np.testing.assert_allclose(out[t, rows], want, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(out[t, rows], want, rtol=0, atol=1e-5 * off(name))
             s = np.float64(k[: t + 1, head]) @ q[t, rows].T / np.sqrt(D)
-            np.testing.assert_allclose(log_sum[rows, t], np.logaddexp.reduce(s), rtol=0, atol=1e-5)
+            want = np.logaddexp.reduce(s)
+            np.testing.assert_allclose(log_sum[rows, t], want, rtol=0, atol=1e-5 * off(name))
     np.testing.assert_allclose(alone[0], out, rtol=0, atol=1e-6)
     np.testing.assert_allclose(alone[1], log_sum, rtol=0, atol=1e-6)
 
@@ -88,7 +103,9 @@ def test_scale_and_large_logits(name):
     for scale in (0.01, 30.0):
         matrix = causal_attention(q, k, scale)
         got = told(q, k, v, np.ones(61), scale=scale, implementation=name)[2]
-        np.testing.assert_allclose(got, wanted(matrix, np.ones(61), 1, 0), rtol=2e-3, atol=1e-6)
+        np.testing.assert_allclose(
+            got, wanted(matrix, np.ones(61), 1, 0), rtol=2e-3 * off(name), atol=1e-6 * off(name)
+        )
 
 
 def call(q, k, v, weight):

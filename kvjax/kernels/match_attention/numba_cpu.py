@@ -4,9 +4,7 @@ KVs that are there are put one after the other, those that stay first, so that w
 of each row and nothing is multiplied by 0.
 """
 
-import functools
 import math
-import threading
 from typing import no_type_check
 
 import jax
@@ -14,7 +12,6 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 from jaxtyping import Array, Bool, Float
-from numba import types
 from numba.misc.special import literally
 from numba.np.numpy_support import carray
 
@@ -67,19 +64,10 @@ def match_attention(
     return new_k.astype(k.dtype), new_v.astype(v.dtype)
 
 
-_ONE_AT_A_TIME = threading.Lock()
-
-
+@calls.once
 def _target(num_queries: int, d: int) -> str:
-    """The name by which programs call what fits, as `_compiled` has it."""
-    # A name stands for one function: programs are made by several threads.
-    with _ONE_AT_A_TIME:
-        return _compiled(num_queries, d)
-
-
-@functools.cache
-def _compiled(num_queries: int, d: int) -> str:
-    """For a number of queries and a head dimension; all else is read from the call."""
+    """The name by which programs call it, for a number of queries and a head dimension; all else is
+    read from the call."""
     name = f"kvjax_match_attention_{num_queries}_{d}"
     stamp = numba_source.stamp()
     width = math.gcd(d, WIDTH)
@@ -99,8 +87,7 @@ def _compiled(num_queries: int, d: int) -> str:
             threads.run(frame, threads.address_of(name), 0, heads)
         return 0
 
-    threads.lend(name, calls.compiled(task, types.void(types.int64)))
-    calls.register(name, calls.compiled(call, types.int64(types.CPointer(types.int64))))
+    threads.serve(name, task, call)
     return name
 
 

@@ -8,9 +8,7 @@ of 8 or 4 bits with scales: they become float32 on the way.
 """
 
 import dataclasses
-import functools
 import math
-import threading
 from typing import Any, no_type_check
 
 import jax
@@ -18,7 +16,6 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
-from numba import types
 from numba.misc.special import literally
 from numba.np.numpy_support import carray
 
@@ -117,19 +114,10 @@ def paged_attention(
     return out, None if metric is None else found[4]
 
 
-_ONE_AT_A_TIME = threading.Lock()
-
-
+@calls.once
 def _target(r: int, d: int, keys: int, values: int) -> str:
-    """The name by which programs call what attends, as `_compiled` has it."""
-    # A name stands for one function: programs are made by several threads.
-    with _ONE_AT_A_TIME:
-        return _compiled(r, d, keys, values)
-
-
-@functools.cache
-def _compiled(r: int, d: int, keys: int, values: int) -> str:
-    """For a group, a head dimension and what is stored; all else is read from the call."""
+    """The name by which programs call it, for a group, a head dimension and what is stored; all
+    else is read from the call."""
     name = f"kvjax_paged_attention_{r}_{d}_{keys}_{values}"
     stamp = numba_source.stamp()
 
@@ -149,8 +137,7 @@ def _compiled(r: int, d: int, keys: int, values: int) -> str:
             threads.run(frame, task_address, _HEADS, rows)
         return 0
 
-    threads.lend(name, calls.compiled(task, types.void(types.int64)))
-    calls.register(name, calls.compiled(call, types.int64(types.CPointer(types.int64))))
+    threads.serve(name, task, call)
     return name
 
 

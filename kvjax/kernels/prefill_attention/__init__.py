@@ -1,6 +1,7 @@
 """Attention of a prompt's queries: causal among themselves, whole over what a cache holds."""
 
 import dataclasses
+import functools
 import math
 from typing import no_type_check
 
@@ -10,9 +11,12 @@ from jaxtyping import Array, Float, Int32
 
 from kvjax.kernels.checks import check_dtype, check_prompt, wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device, check_numba
+from kvjax.kernels.device import Device, check_in_parts, check_numba
 from kvjax.kernels.prefill_attention import reference
 from kvjax.kernels.window_metrics import window_metrics
+
+LEAST_ROWS = 64
+"""Tokens from which on it pays to put keys and values into the order in which AMX reads them."""
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -48,8 +52,9 @@ def prefill_attention(
         v: values of the same tokens.
         prefix: what the cache holds of the tokens before; each head has its own length.
         scale: factor of the logits, 1/√d by default.
-        implementation: "cudnn" (NVIDIA GPUs), "splash" (TPUs), "numba" (CPUs) or "xla"; None picks
-            by device and shape (`kvjax.kernels.explain` says which and why).
+        implementation: "cudnn" (NVIDIA GPUs), "splash" (TPUs), "amx" (CPUs that have it), "numba"
+            (CPUs) or "xla"; None picks by device and shape (`kvjax.kernels.explain` says which and
+            why). "amx" multiplies float32 numbers in parts, as `kvjax.kernels.matmul` does.
 
     Raises:
         ValueError: an argument does not fit, or the implementation asked for is unknown or does not
@@ -113,13 +118,15 @@ def prefill_attention_with_received(
         raise wanted("query_weight shape", list(query_weight.shape), list(q.shape[:1]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     name = choice(q, k, v, implementation=implementation).name
-    if name in ("numba", "xla"):
+    if name in ("amx", "numba", "xla"):
         observed = reference.Observed(query_weight, power, excluded_distance)
         causal_with_received = reference.causal_with_received
-        if name == "numba":
+        if name != "xla":
             from kvjax.kernels.prefill_attention import numba_cpu
 
-            causal_with_received = numba_cpu.causal_with_received
+            causal_with_received = functools.partial(
+                numba_cpu.causal_with_received, tiles=name == "amx"
+            )
         part, received = causal_with_received(q, k, v, scale, observed)
         return reference.normalised(part, v.dtype), reference.log_sum(part), received
     out, log_sum = prefill_attention_with_log_sum(q, k, v, scale=scale, implementation=name)
@@ -148,11 +155,11 @@ def _partial(name: str, q, k, v, prefix: Prefix | None, scale: float) -> referen
         from kvjax.kernels.prefill_attention import splash
 
         part = splash.causal(q, k, v, scale)
-    elif name == "numba":
+    elif name in ("amx", "numba"):
         from kvjax.kernels.prefill_attention import numba_cpu
 
-        part = numba_cpu.causal(q, k, v, scale)
-        over_prefix = numba_cpu.over_prefix
+        part = numba_cpu.causal(q, k, v, scale, tiles=name == "amx")
+        over_prefix = functools.partial(numba_cpu.over_prefix, tiles=name == "amx")
     else:
         part = reference.causal(q, k, v, scale)
     if prefix is not None:
@@ -182,14 +189,23 @@ def choice(
         if q.dtype == "float16":
             raise NotImplementedError("float16, which TPUs have no vector type for")
 
+    def amx(where: Device) -> None:
+        check_numba(where)
+        from kvjax.kernels.prefill_attention import tiled
+
+        tiled.check(q.shape[-1])
+        if implementation is None and q.shape[0] < LEAST_ROWS:
+            raise NotImplementedError(f"{q.shape[0]} tokens")
+        check_in_parts(q, k, v)
+
     def numba(where: Device) -> None:
         check_numba(where)
         from kvjax.kernels.prefill_attention import numba_cpu
 
         numba_cpu.check()
 
-    candidates = {"cudnn": cudnn, "splash": splash, "numba": numba, "xla": lambda _: None}
-    return choose(implementation, candidates, q)
+    own = {"cudnn": cudnn, "splash": splash, "amx": amx, "numba": numba}
+    return choose(implementation, {**own, "xla": lambda _: None}, q)
 
 
 def _check(q, k, v, prefix: Prefix | None) -> None:

@@ -6,9 +6,7 @@ more sum. Whichever thread is free takes the next tiles, those that see most fir
 computes depends on no other, so results are the same in every bit on any number of threads.
 """
 
-import functools
 import math
-import threading
 from typing import no_type_check
 
 import jax
@@ -16,7 +14,6 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 from jaxtyping import Array, Float, Int32
-from numba import types
 from numba.misc.special import literally
 from numba.np.numpy_support import carray
 
@@ -25,6 +22,7 @@ from kvjax.kernels import numba_source
 from kvjax.kernels import numba_threads as threads
 from kvjax.kernels.numba_calls import float32s, int32s
 from kvjax.kernels.numba_matrices import FAST, exponentials, multiply
+from kvjax.kernels.numba_tiles import SIDE
 from kvjax.kernels.numba_vectors import ROWS, TALL, VECTORS, WIDTH, product
 from kvjax.kernels.prefill_attention.reference import Observed, Partial
 
@@ -52,10 +50,14 @@ def check() -> None:
 
 
 def causal(
-    q: Float[Array, "T Hr d"], k: Float[Array, "T H d"], v: Float[Array, "T H d"], scale: float
+    q: Float[Array, "T Hr d"],
+    k: Float[Array, "T H d"],
+    v: Float[Array, "T H d"],
+    scale: float,
+    tiles: bool = False,
 ) -> Partial:
-    """Causal attention, as of `reference.causal`."""
-    return _attention(q, k.swapaxes(0, 1), v.swapaxes(0, 1), _own(k), scale, None)[0]
+    """Causal attention, as of `reference.causal`; in tiles of AMX, or by vectors."""
+    return _attention(q, k.swapaxes(0, 1), v.swapaxes(0, 1), _own(k), scale, None, tiles)[0]
 
 
 def causal_with_received(
@@ -64,9 +66,11 @@ def causal_with_received(
     v: Float[Array, "T H d"],
     scale: float,
     observed: Observed,
+    tiles: bool = False,
 ) -> tuple[Partial, Float[Array, "Hr T"]]:
     """`causal`, and Σ over the queries of weight · p^power for each key."""
-    part, received = _attention(q, k.swapaxes(0, 1), v.swapaxes(0, 1), _own(k), scale, observed)
+    k, v, seen = k.swapaxes(0, 1), v.swapaxes(0, 1), _own(k)
+    part, received = _attention(q, k, v, seen, scale, observed, tiles)
     assert received is not None
     return part, received
 
@@ -77,9 +81,10 @@ def over_prefix(
     v: Float[Array, "H P d"],
     length: Int32[Array, " H"],
     scale: float,
+    tiles: bool = False,
 ) -> Partial:
     """Attention of all queries over the first `length` KVs of each head."""
-    return _attention(q, k, v, jnp.clip(length, 0, k.shape[1]), scale, None)[0]
+    return _attention(q, k, v, jnp.clip(length, 0, k.shape[1]), scale, None, tiles)[0]
 
 
 def _own(k: Array) -> Int32[Array, " H"]:
@@ -93,46 +98,47 @@ def _attention(
     seen: Int32[Array, " H"],
     scale: float,
     observed: Observed | None,
+    tiles: bool,
 ) -> tuple[Partial, Float[Array, "Hr T"] | None]:
     num_tokens, num_query_heads, d = q.shape
     num_heads, num_keys, _ = k.shape
     group = num_query_heads // num_heads
     rows = num_tokens * group
-    span = MOST_ROWS * math.ceil(rows / (MOST_ROWS * SPANS))
+    at_once = SIDE if tiles else MOST_ROWS
+    span = at_once * math.ceil(rows / (at_once * SPANS))
     spans = math.ceil(rows / span)
     queries = (q.astype(jnp.float32) * scale).reshape(num_tokens, num_heads, group, d)
     queries = queries.transpose(1, 0, 2, 3).reshape(num_heads, rows, d)
     queries = jnp.pad(queries, ((0, 0), (0, spans * span - rows), (0, 0)))
-    keys = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, -num_keys % PANEL), (0, 0)))
-    keys = keys.reshape(num_heads, -1, PANEL, d).swapaxes(2, 3)
-    given = [queries, keys, v.astype(jnp.float32), seen, jnp.array([num_tokens, span], jnp.int32)]
+    packed: list[jax.ShapeDtypeStruct] = []
+    if tiles:
+        from kvjax.kernels.prefill_attention import tiled
+
+        kind = tiled.kind_of(k, v)
+        k, v = (tiled.padded(x, kind) for x in (k, v))
+        packed, target = [tiled.scratch(x, kind) for x in (k, v)], tiled.target(group, d, kind)
+    else:
+        k = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, -num_keys % PANEL), (0, 0)))
+        k = k.reshape(num_heads, -1, PANEL, d).swapaxes(2, 3)
+        v, target = v.astype(jnp.float32), _target(group, d)
+    given = [queries, k, v, seen, jnp.array([num_tokens, span], jnp.int32)]
     each = (num_heads, group, num_tokens)
     shapes = [(*each, d), each, each]
     if observed is not None:
         rule = jnp.array([observed.power, observed.excluded_distance], jnp.int32)
         given += [observed.weight.astype(jnp.float32), rule]
         shapes += [each, (spans, *each)]
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    call = jax.ffi.ffi_call(_target(group, d), results, vmap_method="sequential")
-    out, top, total, *received = call(*given)
-    if not received:
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes] + packed
+    out, top, total, *further = jax.ffi.ffi_call(target, results, vmap_method="sequential")(*given)
+    if observed is None:
         return (out, top, total), None
-    return (out, top, total), received[0].reshape(num_query_heads, num_tokens)
+    return (out, top, total), further[0].reshape(num_query_heads, num_tokens)
 
 
-_ONE_AT_A_TIME = threading.Lock()
-
-
+@calls.once
 def _target(r: int, d: int) -> str:
-    """The name by which programs call what attends, as `_compiled` has it."""
-    # A name stands for one function: programs are made by several threads.
-    with _ONE_AT_A_TIME:
-        return _compiled(r, d)
-
-
-@functools.cache
-def _compiled(r: int, d: int) -> str:
-    """For a group and a head dimension; all else is read from the call."""
+    """The name by which programs call what attends, for a group and a head dimension; all else is
+    read from the call."""
     name = f"kvjax_prefill_attention_{r}_{d}"
     stamp = numba_source.stamp()
     width = math.gcd(d, WIDTH)
@@ -146,27 +152,35 @@ def _compiled(r: int, d: int) -> str:
     @no_type_check
     def call(frame):
         if calls.runs(frame) and stamp >= 0:
-            chunks = calls.sizes(frame, 0)[0] * _spans(frame)
+            chunks = calls.sizes(frame, 0)[0] * spans_of(frame)
             threads.run(frame, threads.address_of(name), _TILES, chunks)
-            if calls.num_results(frame) > _RECEIVED:
+            if observes(frame):
                 heads = calls.sizes(frame, 0)[0] * r
                 threads.run(frame, threads.address_of(name), _SUMS, heads)
         return 0
 
-    threads.lend(name, calls.compiled(task, types.void(types.int64)))
-    calls.register(name, calls.compiled(call, types.int64(types.CPointer(types.int64))))
+    threads.serve(name, task, call)
     return name
 
 
 _TILES, _SUMS = 0, 1
 """What the chunks of a call are, first and last."""
-_RECEIVED, _OF_SPANS = 3, 4
+RECEIVED, OF_SPANS = 3, 4
 """Of results those that are there with a statistic only: in all, and of each span of queries."""
+WEIGHT, RULE = 5, 6
+"""Of arguments those that are there then."""
 
 
 @no_type_check
 @numba.njit(inline="always")
-def _spans(frame):
+def observes(frame):
+    """Whether what keys receive is asked for."""
+    return calls.num_arguments(frame) > WEIGHT
+
+
+@no_type_check
+@numba.njit(inline="always")
+def spans_of(frame):
     """How many spans a head's queries are dealt in."""
     return calls.sizes(frame, 0)[1] // int32s(calls.argument(frame, 4))[1]
 
@@ -183,7 +197,7 @@ def _work(address, r, d, width):
         _attend(address, chunk, r, d, width)
         return
     while chunk < team[threads.TOTAL]:
-        _sum_up(chunk, calls.words(team[threads.FRAME]), r)
+        sum_up(chunk, calls.words(team[threads.FRAME]), r)
         threads.finished(address)
         chunk = threads.take(address)
 
@@ -199,7 +213,7 @@ def _attend(address, chunk, r, d, width):
     q, k, v = calls.argument(frame, 0), calls.argument(frame, 1), calls.argument(frame, 2)
     limit = int32s(calls.argument(frame, 3))
     num_tokens = np.int64(int32s(calls.argument(frame, 4))[0])
-    span, spans = np.int64(int32s(calls.argument(frame, 4))[1]), _spans(frame)
+    span, spans = np.int64(int32s(calls.argument(frame, 4))[1]), spans_of(frame)
     each = (num_heads, r, num_tokens)
     out = carray(float32s(calls.result(frame, 0)), (num_heads, r, num_tokens, d))
     top = carray(float32s(calls.result(frame, 1)), each)
@@ -212,8 +226,8 @@ def _attend(address, chunk, r, d, width):
     sums = np.empty((tile, d), np.float32)
     while chunk < team[threads.TOTAL]:
         head, number = chunk % num_heads, spans - 1 - chunk // num_heads
-        if calls.num_results(frame) > _RECEIVED:
-            _clear(frame, number, head, r, num_tokens)
+        if observes(frame):
+            clear(frame, number, head, r, num_tokens)
         for first in range(number * span, (number + 1) * span, tile):
             if first >= num_tokens * r:
                 break
@@ -239,7 +253,7 @@ def _attend(address, chunk, r, d, width):
                 for j in range(own, most):
                     s[i, j] = 0
                 top[head, member, token], total[head, member, token] = largest, weight
-                if calls.num_results(frame) > _RECEIVED:
+                if observes(frame):
                     _receive(frame, number, head, member, token, s[i], weight, r, num_tokens)
             if most == 0:
                 sums[:] = 0
@@ -255,22 +269,28 @@ def _attend(address, chunk, r, d, width):
 
 @no_type_check
 @numba.njit(inline="always")
-def _clear(frame, number, head, r, num_tokens):
+def clear(frame, number, head, r, num_tokens):
     """What no key has received yet of a head's span of queries."""
-    num_heads, start = calls.sizes(frame, 0)[0], calls.result(frame, _OF_SPANS)
-    own = start + (number * num_heads + head) * r * num_tokens * 4
-    carray(float32s(own), r * num_tokens)[:] = 0
+    for member in range(r):
+        received_of(frame, number, head, member, r, num_tokens)[:] = 0
+
+
+@no_type_check
+@numba.njit(inline="always")
+def received_of(frame, number, head, member, r, num_tokens):
+    """What each key receives of a query head's span of queries."""
+    num_heads, start = calls.sizes(frame, 0)[0], calls.result(frame, OF_SPANS)
+    own = start + ((number * num_heads + head) * r + member) * num_tokens * 4
+    return carray(float32s(own), num_tokens)
 
 
 @no_type_check
 @numba.njit(inline="always", fastmath={"contract"}, error_model="numpy")
 def _receive(frame, number, head, member, token, p, weight, r, num_tokens):
     """Add what keys receive of one query, whose weights are p over their sum."""
-    num_heads, start = calls.sizes(frame, 0)[0], calls.result(frame, _OF_SPANS)
-    rule = int32s(calls.argument(frame, 6))
-    counts = float32s(calls.argument(frame, 5))[token]
-    own = start + ((number * num_heads + head) * r + member) * num_tokens * 4
-    received = carray(float32s(own), num_tokens)
+    rule = int32s(calls.argument(frame, RULE))
+    counts = float32s(calls.argument(frame, WEIGHT))[token]
+    received = received_of(frame, number, head, member, r, num_tokens)
     if rule[0] == 2:
         share = counts / (weight * weight)
         for j in range(token + 1 - rule[1]):
@@ -283,15 +303,15 @@ def _receive(frame, number, head, member, token, p, weight, r, num_tokens):
 
 @no_type_check
 @numba.njit
-def _sum_up(head, frame, r):
+def sum_up(head, frame, r):
     """What the keys of a query head receive, span after span."""
-    heads, spans = calls.sizes(frame, 0)[0] * r, _spans(frame)
+    heads, spans = calls.sizes(frame, 0)[0] * r, spans_of(frame)
     num_tokens = np.int64(int32s(calls.argument(frame, 4))[0])
-    own = calls.result(frame, _RECEIVED) + head * num_tokens * 4
+    own = calls.result(frame, RECEIVED) + head * num_tokens * 4
     received = carray(float32s(own), num_tokens)
     received[:] = 0
     for span in range(spans):
-        start = calls.result(frame, _OF_SPANS) + (span * heads + head) * num_tokens * 4
+        start = calls.result(frame, OF_SPANS) + (span * heads + head) * num_tokens * 4
         part = carray(float32s(start), num_tokens)
         for j in range(num_tokens):
             received[j] += part[j]

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from kvjax import kernels
 from kvjax.models.config import ModelConfig
 from kvjax.models.family import CheckpointTensor, Layer, Model, ParamSpec, scale_of
 from kvjax.models.narrow import scaled_product
@@ -61,7 +62,7 @@ def matmul(x: Array, weight: Array, inputs: int = 1, scale: Array | None = None)
     size = math.prod(weight.shape[:inputs])
     x2, weight2 = x.reshape(-1, size), weight.reshape(size, -1)
     if scale is None:
-        out = x2 @ weight2
+        out = kernels.matmul(x2, weight2)
     else:
         out = scaled_product(x2, weight2, scale.reshape(-1)).astype(x.dtype)
     return out.reshape(*x.shape[:-1], *weight.shape[inputs:])

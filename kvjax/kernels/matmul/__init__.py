@@ -1,0 +1,96 @@
+"""Products of activations and weights, as processors without accelerators are fast at them."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from kvjax.kernels.checks import check_dtype, wanted
+from kvjax.kernels.choice import Choice, choose
+from kvjax.kernels.device import Device, check_in_parts, check_numba
+
+LEAST_ROWS = 64
+"""Rows from which on it pays to put weights into the order in which AMX reads them."""
+
+
+def matmul(
+    x: Float[Array, "T I"],
+    weight: Num[Array, "I O"],
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T O"]:
+    """x times a matrix, added up in float32.
+
+    On CPUs with AMX, float32 numbers of many rows are taken as two of bfloat16 each, as JAX does on
+    TPUs at precision "high": off by 2⁻¹⁷ of each product. `jax.default_matmul_precision("highest")`
+    has them multiplied as they are, on every device.
+
+    Args:
+        x: activations.
+        weight: a matrix of their dtype, or of int8.
+        dtype: of the result; that of x by default.
+        implementation: "amx" (CPUs that have it, for many rows), "numba" (CPUs, for few) or
+            "xla"; None picks by device and shape (`kvjax.kernels.explain` says which and why).
+
+    Raises:
+        ValueError: an argument does not fit, or the implementation asked for is unknown or does not
+            serve the call; names the argument, what it got and what is wanted.
+    """
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    name = choice(x, weight, implementation=implementation).name
+    if name == "amx":
+        from kvjax.kernels.matmul import amx
+
+        return amx.matmul(x, weight, dtype)
+    if name == "numba":
+        from kvjax.kernels.matmul import numba_cpu
+
+        return numba_cpu.matmul(x, weight, dtype)
+    dims = (((1,), (0,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), dims, preferred_element_type=dtype)
+
+
+def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
+    """The implementation of a call of `matmul`."""
+    if x.ndim != 2 or 0 in x.shape:
+        raise wanted("x shape", list(x.shape), "[T, I], each at least 1")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[1] or 0 in weight.shape:
+        raise wanted("weight shape", list(weight.shape), f"[{x.shape[1]}, O]")
+    check_dtype("x", x, jnp.floating, "a floating-point type")
+    if weight.dtype not in (x.dtype, jnp.int8):
+        raise wanted("weight dtype", weight.dtype, f"that of x, {x.dtype}, or int8")
+
+    def check_rows(pays: bool) -> None:
+        if implementation is None and not pays:
+            raise NotImplementedError(f"{x.shape[0]} rows of {weight.dtype} faster than others")
+
+    def check_kinds(inputs: int, outputs: int) -> None:
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            raise NotImplementedError(f"{x.dtype}")
+        if weight.shape[0] % inputs or weight.shape[1] % outputs:
+            raise NotImplementedError(f"a matrix of {list(weight.shape)}")
+
+    def amx(where: Device) -> None:
+        check_numba(where)
+        from kvjax.kernels.matmul import amx
+
+        amx.check()
+        check_kinds(amx.DEPTH, amx.SIDE)
+        check_rows(x.shape[0] >= LEAST_ROWS)
+        check_in_parts(x)
+
+    def numba(where: Device) -> None:
+        check_numba(where)
+        from kvjax.kernels.matmul import numba_cpu
+
+        numba_cpu.check()
+        check_kinds(numba_cpu.AT_ONCE, numba_cpu.ROWS)
+        most = numba_cpu.MOST_ROWS[weight.dtype.name]
+        # Of float32 XLA reads as fast, for one row.
+        check_rows(x.shape[0] <= most and (x.shape[0] > 1 or weight.dtype != jnp.float32))
+
+    return choose(implementation, {"amx": amx, "numba": numba, "xla": lambda _: None}, x)
+
+
+matmul.choice = choice  # type: ignore[attr-defined]
