@@ -2,8 +2,8 @@
 
 import functools
 import inspect
+import sys
 import zlib
-from typing import Any
 
 from kvjax.kernels import (
     numba_calls,
@@ -16,11 +16,12 @@ from kvjax.kernels import (
 
 
 @functools.cache
-def stamp(*others: Any) -> int:
+def stamp(*others: str) -> int:
     """A number that a function closes over, so that what lies on disk is of these sources, and of
-    those of other modules that it calls.
+    those of other modules that it calls, by their names.
 
     Numba tells functions on disk by what they close over, and by their own file alone.
     """
     own = numba_calls, numba_threads, numba_vectors, numba_matrices, numba_tiles, numba_squares
-    return zlib.crc32("".join(map(inspect.getsource, (*own, *others))).encode())
+    modules = *own, *(sys.modules[name] for name in others)
+    return zlib.crc32("".join(map(inspect.getsource, modules)).encode())

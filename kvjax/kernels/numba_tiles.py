@@ -230,8 +230,10 @@ def halves(builder: ir.IRBuilder, first: Any, second: Any) -> Any:
     """The upper halves of 16 int32 numbers and of 16 others, one after the other: as 16 float32."""
     narrow = ir.VectorType(_HALF, 16)
     shift = ir.Constant(ir.VectorType(_SMALL, 16), [16] * 16)
-    parts = [builder.trunc(builder.lshr(x, shift), narrow) for x in (first, second)]
-    both = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_SMALL, 32), list(range(32))))
+    one, other = (builder.trunc(builder.lshr(x, shift), narrow) for x in (first, second))
+    both = builder.shuffle_vector(
+        one, other, ir.Constant(ir.VectorType(_SMALL, 32), list(range(32)))
+    )
     return builder.bitcast(both, ir.VectorType(ir.FloatType(), 16))
 
 

@@ -87,7 +87,7 @@ def target(r: int, d: int, kind: int) -> str:
     """The name by which programs call what attends, for a group, a head dimension and what keys and
     values are; all else is read from the call."""
     name = f"kvjax_tiled_attention_{r}_{d}_{kind}"
-    stamp = numba_source.stamp(numba_cpu)
+    stamp = numba_source.stamp(numba_cpu.__name__)
 
     @no_type_check
     def task(team):
