@@ -1,8 +1,8 @@
 """What the engine costs on a CPU, as ratios against a peer or a bound measured in the same run.
 
-Decode and prefill of SmolLM2-135M's shapes in float32, and with int8 weights, against Hugging Face
-transformers on the same cores, the share of a prompt's prefill that compression takes, by method
-too, how metrics and eviction grow with the prompt, one layer's attention over a prompt with and
+Decode and prefill of SmolLM2-135M's shapes in float32, in bfloat16 and with int8 weights, against
+Hugging Face transformers on the same cores, the share of a prompt's prefill that compression takes,
+by method too, how metrics and eviction grow with the prompt, one layer's attention over a prompt with and
 without the sums of all queries, that of decode steps by Numba and by XLA, and the bytes that the
 cache holds afterwards.
 
@@ -147,17 +147,35 @@ def compare_with_peer(options: argparse.Namespace, model: Any, progress: Progres
     """Ours and transformers' speed at `--length` tokens of context."""
     ours = measure_ours(model, options.length, options.repeats, progress)
     few = load_model("smollm2-135m", dummy_weights=True, weight_dtype="int8")
+    half = load_model("smollm2-135m", dummy_weights=True, dtype="bfloat16")
+    in_half = measure_ours(half, options.length, options.repeats, progress)
     result: dict[str, Any] = {
         "length": options.length,
         "kvjax_tokens_per_second": ours,
         "with_int8_weights": measure_ours(few, options.length, options.repeats, progress),
+        "in_bfloat16": {"kvjax_tokens_per_second": in_half},
     }
     result["batch_8_over_batch_1"] = ours["decode_8"] / ours["decode_1"]
     if options.peer_python is None:
         print("no --peer-python: transformers is left out", file=sys.stderr)
         return result
-    progress("transformers")
-    command = [options.peer_python, str(PEER), str(options.length), str(options.repeats)]
+    peer = result["peer"] = measure_peer(options, "float32", progress)
+    half = result["in_bfloat16"]["peer"] = measure_peer(options, "bfloat16", progress)
+    for name in ("prefill", "decode_1"):
+        result[f"{name}_over_peer"] = ours[name] / peer[name]
+        result[f"{name}_with_int8_weights_over_peer"] = (
+            result["with_int8_weights"][name] / peer[name]
+        )
+        own = result["in_bfloat16"]["kvjax_tokens_per_second"]
+        result["in_bfloat16"][f"{name}_over_peer"] = own[name] / half[name]
+    return result
+
+
+def measure_peer(options: argparse.Namespace, dtype: str, progress: Progress) -> dict:
+    """What transformers tells of itself (`peer.py`)."""
+    progress(f"transformers, {dtype}")
+    numbers = str(options.length), str(options.repeats)
+    command = [options.peer_python, str(PEER), *numbers, dtype]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except OSError as error:
@@ -165,14 +183,7 @@ def compare_with_peer(options: argparse.Namespace, model: Any, progress: Progres
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise UserError(f"--peer-python {options.peer_python} failed: {last}") from error
-    peer = json.loads(done.stdout.strip().splitlines()[-1])
-    result["peer"] = peer
-    for name in ("prefill", "decode_1"):
-        result[f"{name}_over_peer"] = ours[name] / peer[name]
-        result[f"{name}_with_int8_weights_over_peer"] = (
-            result["with_int8_weights"][name] / peer[name]
-        )
-    return result
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def measure_compression(model: Any, rate: float, repeats: int, progress: Progress) -> dict:

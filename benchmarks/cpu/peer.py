@@ -1,8 +1,8 @@
 """The transformers half of `python -m benchmarks.cpu`; runs in an environment with torch.
 
-    python benchmarks/cpu/peer.py 2048 3
+    python benchmarks/cpu/peer.py 2048 3 float32
 
-SmolLM2-135M's shapes with random weights, float32, greedy, a key-value cache, all cores. Prints one
+SmolLM2-135M's shapes with random weights, greedy, a key-value cache, all cores. Prints one
 JSON object: tokens per second of prefill and of decoding.
 """
 
@@ -16,7 +16,7 @@ import transformers  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:
-    length, repeats = int(sys.argv[1]), int(sys.argv[2])
+    length, repeats, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
     torch.set_num_threads(os.cpu_count() or 1)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -30,7 +30,7 @@ def main() -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
         tie_word_embeddings=True,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
     found: dict[str, object] = {
         "transformers": transformers.__version__,
         "torch": torch.__version__,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import kernels
 from kvjax.models import decoder
 from kvjax.models.architectures import config_from_hf
 from kvjax.models.config import get_model_entry
@@ -52,6 +53,23 @@ def test_decoding_token_by_token_equals_one_pass(case):
     for t in range(80, length):
         logits, cache = step(config, params, tokens[:, t : t + 1], t, cache)
         np.testing.assert_allclose(logits[:, 0], expected[:, t], rtol=0, atol=TOLERANCE / 4)
+
+
+def test_products_of_layers_are_those_of_kernels(monkeypatch):
+    config, params = tiny("gqa_2_to_1")
+    seen, usual = [], kernels.matmul
+
+    def matmul(x, weight):
+        seen.append(weight.shape)
+        return usual(x, weight)
+
+    monkeypatch.setattr(kernels, "matmul", matmul)
+    tokens = jnp.asarray(tiny_models.tiny_tokens("gqa_2_to_1"))
+    run(config, params, tokens, 0, empty_cache(config, *tokens.shape))
+    wide, heads = config.hidden_size, config.num_heads * config.head_dim
+    inner = 2 * config.num_kv_heads * config.head_dim
+    ffn = config.intermediate_size
+    assert seen == [(wide, heads + inner), (heads, wide), (wide, 2 * ffn), (ffn, wide)]
 
 
 @pytest.fixture(scope="module")

@@ -171,6 +171,16 @@ def test_products_by_integers(axis, dtype):
     assert (np.abs(found - x @ matrix)[1, 2] > 0).any()
 
 
+def test_products_by_kernels_that_serve():
+    """Of few rows activations are not rounded."""
+    rng = np.random.default_rng(0)
+    x, scale = rng.standard_normal((3, 32)).astype(np.float32), rng.random(48).astype(np.float32)
+    weight = rng.integers(-127, 128, (32, 48)).astype(np.int8)
+    found = narrow.scaled_product(*map(jnp.asarray, (x, weight, scale)))
+    matrix = weight.astype(np.float64) * scale
+    assert (np.abs(found - x @ matrix) <= 2.0**-20 * (np.abs(x) @ np.abs(matrix))).all()
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_stays_so(bad):
     x = np.ones((2, 8), np.float32)

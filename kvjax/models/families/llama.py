@@ -41,6 +41,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvjax import kernels
+from kvjax.kernels import device
 from kvjax.models.config import ModelConfig
 from kvjax.models.family import CheckpointTensor, Layer, Model, ParamSpec, scale_of
 from kvjax.models.narrow import scaled_product
@@ -66,6 +67,17 @@ def matmul(x: Array, weight: Array, inputs: int = 1, scale: Array | None = None)
     else:
         out = scaled_product(x2, weight2, scale.reshape(-1)).astype(x.dtype)
     return out.reshape(*x.shape[:-1], *weight.shape[inputs:])
+
+
+def _by_head(hidden: Array, head: Array, axis: int) -> Array:
+    """Hidden states [..., D] times a matrix whose inputs lie on an axis, in f32."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    dims, count = (((1,), (axis,)), ((), ())), len(rows)
+    if count == 1 and rows.dtype == jnp.bfloat16 and device.of().platform == "cpu":
+        # XLA for CPUs takes ten times as long for one row of bfloat16 as for two.
+        rows = jnp.pad(rows, ((0, 1), (0, 0)))
+    out = jax.lax.dot_general(rows, head, dims, preferred_element_type=jnp.float32)
+    return out[:count].reshape(*hidden.shape[:-1], -1)
 
 
 def norm_spec(size: int, axis: str, index: int, hf: str, gguf: str) -> ParamSpec:
@@ -234,6 +246,4 @@ class Llama(Model):
         head, scale = getattr(self, name)[...], getattr(self, scale_of(name), None)
         if scale is not None:
             return of_vocabulary(config, scaled_product(hidden, head, scale[...], axis))
-        dims = (((hidden.ndim - 1,), (axis,)), ((), ()))
-        logits = jax.lax.dot_general(hidden, head, dims, preferred_element_type=jnp.float32)
-        return of_vocabulary(config, logits)
+        return of_vocabulary(config, _by_head(hidden, head, axis))
