@@ -2,9 +2,9 @@
 
 Decode and prefill of SmolLM2-135M's shapes in float32, in bfloat16 and with int8 weights, against
 Hugging Face transformers on the same cores, the share of a prompt's prefill that compression takes,
-by method too, how metrics and eviction grow with the prompt, one layer's attention over a prompt with and
-without the sums of all queries, that of decode steps by Numba and by XLA, and the bytes that the
-cache holds afterwards.
+by method too, how metrics and eviction grow with the prompt, one layer's attention over a prompt
+with and without the sums of all queries, that of decode steps by Numba and by XLA, and the bytes
+that the cache holds afterwards.
 
     python -m benchmarks.cpu --peer-python ~/torch/bin/python --json bench.json
     python -m benchmarks.cpu --only compression scaling

@@ -124,6 +124,7 @@ def test_a_decode_step_passes_over_no_pool_and_calls_nobody_back(method):
     }
     assert made <= IN_PLACE
     calls = [e for e in equations(jaxpr) if e.primitive.name == "ffi_call"]
+    calls = [e for e in calls if "matmul" not in e.params["target_name"]]
     assert len(calls) == 1
     assert len(calls[0].params["input_output_aliases"]) == (method == METHODS[1])
     names = {e.primitive.name for e in equations(jaxpr)}

@@ -36,7 +36,9 @@ def test_tiny_models_equal_transformers(case, layers, monkeypatch):
     monkeypatch.setattr(decoder, "chooses_layers", lambda _: layers == "chosen")
     tokens = jnp.asarray(tiny_models.tiny_tokens(case))
     cache = empty_cache(config, *tokens.shape)
-    logits, _ = jax.jit(run, static_argnums=(0, 3))(config, params, tokens, 0, cache)
+    # Their weights are larger than those of models: products in parts would be seen.
+    with jax.default_matmul_precision("highest"):
+        logits, _ = jax.jit(run, static_argnums=(0, 3))(config, params, tokens, 0, cache)
     expected = tiny_models.golden_logits(case)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE / 4)
@@ -48,7 +50,8 @@ def test_decoding_token_by_token_equals_one_pass(case):
     tokens = jnp.asarray(tiny_models.tiny_tokens(case))
     batch, length = tokens.shape
     step = jax.jit(run, static_argnums=0)
-    _, cache = step(config, params, tokens[:, :80], 0, empty_cache(config, batch, length))
+    with jax.default_matmul_precision("highest"):
+        _, cache = step(config, params, tokens[:, :80], 0, empty_cache(config, batch, length))
     expected = tiny_models.golden_logits(case)
     for t in range(80, length):
         logits, cache = step(config, params, tokens[:, t : t + 1], t, cache)
