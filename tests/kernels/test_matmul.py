@@ -198,10 +198,18 @@ def test_matrices_that_fill_no_vectors_are_left_to_xla() -> None:
     assert "does not serve a matrix of [100, 544]" in found
 
 
+def test_no_rows_have_no_product() -> None:
+    x, weight = jnp.ones((0, 32)), jnp.ones((32, 48))
+    assert matmul(x, weight).shape == (0, 48)
+    for name in ("amx", "numba"):
+        with pytest.raises(ValueError, match=f"'{name}', wanted one that serves"):
+            matmul(x, weight, implementation=name)
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "message"),
     [
-        (jnp.ones((0, 4)), jnp.ones((4, 4)), r"x shape: got \[0, 4\]"),
+        (jnp.ones((2, 0)), jnp.ones((0, 4)), r"x shape: got \[2, 0\]"),
         (jnp.ones((2, 3, 4)), jnp.ones((4, 4)), r"x shape: got \[2, 3, 4\]"),
         (jnp.ones((2, 4)), jnp.ones((5, 4)), r"weight shape: got \[5, 4\], wanted \[4, O\]"),
         (jnp.ones((2, 4), jnp.int32), jnp.ones((4, 4)), "x dtype: got int32"),

@@ -75,6 +75,21 @@ def test_products_of_layers_are_those_of_kernels(monkeypatch):
     assert seen == [(wide, heads + inner), (heads, wide), (wide, 2 * ffn), (ffn, wide)]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3,), (2, 3)])
+def test_logits_of_any_number_of_rows(shape, dtype):
+    """One row of bfloat16 is multiplied among others on CPUs."""
+    config, params = tiny("gqa_2_to_1")
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((*shape, config.hidden_size)))
+    hidden = hidden.astype(dtype)
+    got = decoder.logits(config, params, hidden)
+    assert (got.dtype, got.shape) == (jnp.float32, (*shape, config.vocab_size))
+    head = np.asarray(params["embed"][...].astype("float32"), np.float64).T
+    wanted = np.asarray(hidden.astype("float32"), np.float64) @ head
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path):
     """SmolLM2-135M-Instruct in f32, one array per layer, as the package loads it on CPU."""

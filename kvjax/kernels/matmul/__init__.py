@@ -53,8 +53,8 @@ def matmul(
 
 def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
     """The implementation of a call of `matmul`."""
-    if x.ndim != 2 or 0 in x.shape:
-        raise wanted("x shape", list(x.shape), "[T, I], each at least 1")
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise wanted("x shape", list(x.shape), "[T, I], I at least 1")
     if weight.ndim != 2 or weight.shape[0] != x.shape[1] or 0 in weight.shape:
         raise wanted("weight shape", list(weight.shape), f"[{x.shape[1]}, O]")
     check_dtype("x", x, jnp.floating, "a floating-point type")
@@ -66,6 +66,8 @@ def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
             raise NotImplementedError(f"{x.shape[0]} rows of {weight.dtype} faster than others")
 
     def check_kinds(inputs: int, outputs: int) -> None:
+        if x.shape[0] == 0:
+            raise NotImplementedError("no rows")
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(f"{x.dtype}")
         if weight.shape[0] % inputs or weight.shape[1] % outputs:

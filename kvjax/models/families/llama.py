@@ -77,7 +77,7 @@ def _by_head(hidden: Array, head: Array, axis: int) -> Array:
         # XLA for CPUs takes ten times as long for one row of bfloat16 as for two.
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     out = jax.lax.dot_general(rows, head, dims, preferred_element_type=jnp.float32)
-    return out[:count].reshape(*hidden.shape[:-1], -1)
+    return out[:count].reshape(*hidden.shape[:-1], out.shape[1])
 
 
 def norm_spec(size: int, axis: str, index: int, hf: str, gguf: str) -> ParamSpec:
