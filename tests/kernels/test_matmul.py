@@ -135,6 +135,18 @@ def test_the_way_back_is_that_of_a_plain_product(name: str) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-2)
 
 
+def test_weights_that_are_not_differentiated_have_no_derivative() -> None:
+    """A product the other way is all: no matrix of derivatives is made and thrown away."""
+    x, weight = operands(5, "float32", "int8")
+
+    def loss(x):
+        return jnp.sum(matmul(x, weight, implementation="numba"))
+
+    found = jax.make_jaxpr(jax.grad(loss))(x)
+    assert str(found).count("dot_general") == 1
+    np.testing.assert_allclose(jax.grad(loss)(x)[0], np.sum(weight, axis=1), rtol=1e-5)
+
+
 def test_several_matrices_one_after_the_other() -> None:
     x, weight = operands(6, "float32", "float32")
     by = functools.partial(matmul, implementation="numba")

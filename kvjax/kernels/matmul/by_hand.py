@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
@@ -12,18 +14,19 @@ Product = Callable[[Float[Array, "T I"], Num[Array, "I O"], DTypeLike], Float[Ar
 
 
 def by_hand(product: Product) -> Any:
-    """A product of activations and weights, in a dtype, that JAX can go back through: there it is
-    what JAX makes of `x @ weight`."""
-    found = jax.custom_vjp(product, nondiff_argnums=(2,))
+    """A product of activations and weights, in a dtype, with derivatives: those of `x @ weight`, of
+    what is differentiated alone."""
+    found = jax.custom_jvp(product, nondiff_argnums=(2,))
 
-    def forward(x: Array, weight: Array, dtype: DTypeLike) -> Any:
-        return product(x, weight, dtype), (x, weight)
+    def derivative(dtype: DTypeLike, operands: tuple, changes: tuple) -> tuple[Array, Array]:
+        (x, weight), (of_x, of_weight) = operands, changes
+        out = found(x, weight, dtype)
+        change = jnp.zeros_like(out)
+        if not isinstance(of_x, SymbolicZero):
+            change += (of_x @ weight.astype(x.dtype)).astype(dtype)
+        if not isinstance(of_weight, SymbolicZero):
+            change += (x @ of_weight).astype(dtype)
+        return out, change
 
-    def back(dtype: DTypeLike, operands: tuple[Array, Array], slope: Array) -> Any:
-        def plain(x: Array, weight: Array) -> Array:
-            return (x @ weight.astype(x.dtype)).astype(dtype)
-
-        return jax.vjp(plain, *operands)[1](slope)
-
-    found.defvjp(forward, back)
+    found.defjvp(derivative, symbolic_zeros=True)
     return functools.wraps(product)(found)
