@@ -18,6 +18,7 @@ An entry:
     new = "active = ok"
     tests = ["tests/engine/test_decode_loops.py"]  # files or node ids; the fewest and fastest
     # equivalent = "why no test can tell"    # only for mutants that nothing distinguishes
+    # needs = "amx"                          # left out where the processor has none
 
 The tests run in copies of the tree in a temporary folder, so the tree itself may be edited
 meanwhile, and in forks of a process that has imported third-party packages (forks.py; --fresh
@@ -72,6 +73,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     equivalent: str | None = None
+    needs: str | None = None
 
     def apply(self, text: str) -> str:
         """The mutated text of the file."""
@@ -111,10 +113,9 @@ def read_mutants(root: Path) -> list[Mutant]:
             raise UserError(f"{path.relative_to(root)}: give [[mutant]] entries alone")
         for number, entry in enumerate(entries, 1):
             where = f"{path.relative_to(root)}: entry {number} ({entry.get('name')})"
-            texts = ("name", "file", "old", "new", "equivalent")
-            fields = {*texts, "tests"}
+            texts = ("name", "file", "old", "new", "equivalent", "needs")
             tests = entry.get("tests")
-            if set(entry) | {"equivalent"} != fields:
+            if set(entry) | {"equivalent", "needs"} != {*texts, "tests"}:
                 raise UserError(f"{where}: its fields are {sorted(entry)}")
             if not all(isinstance(entry.get(field, ""), str) for field in texts):
                 raise UserError(f"{where}: {', '.join(texts)} are texts")
@@ -128,6 +129,8 @@ def read_mutants(root: Path) -> list[Mutant]:
                 raise UserError(f"{where}: a name is words of a-z and 0-9 joined by -")
             if entry["old"] == entry["new"] or entry.get("equivalent") == "":
                 raise UserError(f"{where}: old and new are the same, or equivalent gives no reason")
+            if entry.get("needs", "amx") != "amx":
+                raise UserError(f"{where}: it needs {entry['needs']}: give amx")
             mutant = Mutant(path.stem, **{**entry, "tests": tuple(tests)})
             if mutant.name in mutants:
                 raise UserError(f"{where}: {mutants[mutant.name].title} has that name")
@@ -157,6 +160,17 @@ def fault(mutant: Mutant, root: Path) -> str | None:
         if inner and not re.search(rf"\b{re.escape(inner)}\b", (root / name).read_text()):
             return f"{name} has no {inner}"
     return None
+
+
+def has_amx() -> bool:
+    """Whether the processor has AMX, and the system lets one use it."""
+    from kvjax.kernels import numba_tiles
+
+    try:
+        numba_tiles.check()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def slice_of(mutants: Sequence[Mutant], part: str) -> list[Mutant]:
@@ -464,7 +478,7 @@ def main(arguments: list[str] | None = None) -> int:
     mutants = [m for m in mutants if not options.area or m.area in options.area]
     if options.only:
         mutants = [m for m in mutants if any(fnmatch.fnmatch(m.name, p) for p in options.only)]
-    mutants = slice_of(mutants, options.slice)
+    mutants = [m for m in slice_of(mutants, options.slice) if m.needs is None or has_amx()]
     if options.list:
         for mutant in mutants:
             print(f"{mutant.title}  {mutant.file}  {' '.join(mutant.tests)}")

@@ -134,6 +134,7 @@ EXPECTED_SKIPS = (
     "needs Chromium on PATH",  # the page's tests drive a browser, which no package index has
     "needs a Python with kvpress",  # torch and some gigabytes beside it
     "needs libtpu",  # the extra `tpu`, 0.7 GB
+    "needs AMX",  # which not every processor has
     "needs Ray",  # the extra `ray`, 80 MB and what it needs
 )
 """How the reasons begin for which tests may be skipped everywhere."""

@@ -13,4 +13,4 @@ def _there() -> bool:
     return True
 
 
-needs_amx = pytest.mark.skipif(not _there(), reason="the processor has no AMX")
+needs_amx = pytest.mark.skipif(not _there(), reason="needs AMX")
