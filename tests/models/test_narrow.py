@@ -176,7 +176,7 @@ def test_products_by_kernels_that_serve():
     rng = np.random.default_rng(0)
     x, scale = rng.standard_normal((3, 32)).astype(np.float32), rng.random(48).astype(np.float32)
     weight = rng.integers(-127, 128, (32, 48)).astype(np.int8)
-    found = narrow.scaled_product(*map(jnp.asarray, (x, weight, scale)))
+    found = narrow.scaled_product(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(scale))
     matrix = weight.astype(np.float64) * scale
     assert (np.abs(found - x @ matrix) <= 2.0**-20 * (np.abs(x) @ np.abs(matrix))).all()
 

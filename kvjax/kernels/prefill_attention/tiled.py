@@ -263,7 +263,7 @@ def _number(i, key):
 @numba.njit(error_model="numpy")
 def _softmax(s, count, seen, lanes, most, weight):
     """Make of logits, in squares, the digits of their exponentials over the largest of each row; 0
-    of what the row does not see."""
+    of what the row does not see. Where there are squares, every row sees something."""
     start, of_lanes = s.ctypes.data, lanes.ctypes.data
     lanes[:] = -np.inf
     for i in range(SIDE):
@@ -279,14 +279,11 @@ def _softmax(s, count, seen, lanes, most, weight):
         lanes[i] = 0
     for panel in range(count):
         for i in range(SIDE):
-            # A row that sees nothing has no largest logit, and its sum counts nothing.
-            over = most[i] if seen[i] > 0 else np.float32(0)
-            weights(start + panel * SQUARE + _row(i), over, of_lanes + i * LANES * 4)
+            weights(start + panel * SQUARE + _row(i), most[i], of_lanes + i * LANES * 4)
     for i in range(SIDE):
         weight[i] = 0
-        if seen[i] > 0:
-            for j in range(LANES):
-                weight[i] += lanes[i, j]
+        for j in range(LANES):
+            weight[i] += lanes[i, j]
         for panel in range(seen[i] // SIDE, count):
             _forget(start + panel * SQUARE + _row(i), seen[i] - panel * SIDE)
     hold(s, lanes)
