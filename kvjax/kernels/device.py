@@ -12,8 +12,11 @@ HOPPER_CORES = 132
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 HEAD_DIMS = (64, 80, 96, 128)
 """Head dimensions that kernels for devices serve."""
-WHOLE = ("highest", "float32", "F32_F32_F32", "F64_F64_F64")
-"""What `jax.default_matmul_precision` says where float32 numbers are multiplied as they are."""
+IN_PARTS = (
+    *(None, "default", "fastest", "high", "bfloat16", "bfloat16_3x", "tensorfloat32"),
+    *("BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32"),
+)
+"""What `jax.default_matmul_precision` says where float32 numbers may be multiplied in parts."""
 LOG2E = math.log2(math.e)
 """Of logits in powers of two, which devices are quicker at."""
 
@@ -64,11 +67,11 @@ def check_numba(where: Device) -> None:
 def check_in_parts(*operands: jax.Array) -> None:
     """
     Raises:
-        NotImplementedError: JAX is told to multiply float32 numbers, of which some are, as they
-            are.
+        NotImplementedError: some are float32, and JAX is told to multiply these as they are, or in
+            more parts than three.
     """
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if precision in WHOLE and any(x.dtype == "float32" for x in operands):
+    if precision not in IN_PARTS and any(x.dtype == "float32" for x in operands):
         raise NotImplementedError(f"float32 at precision {precision}")
 
 

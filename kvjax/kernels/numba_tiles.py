@@ -72,6 +72,8 @@ def check() -> None:
     wanted = "amx-tile", "amx-bf16", "avx512f"
     if not all(features.get(name) for name in wanted) or platform.machine() != "x86_64":
         raise NotImplementedError("a processor without AMX")
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:  # type: ignore[attr-defined]
+        raise NotImplementedError("a processor that NUMBA_CPU_NAME or NUMBA_CPU_FEATURES chooses")
     if not sys.platform.startswith("linux") or _not_allowed():
         raise NotImplementedError(f"AMX on {platform.platform()}")
 

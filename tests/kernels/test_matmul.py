@@ -159,6 +159,9 @@ def test_float32_at_full_precision_is_left_to_xla() -> None:
     given = operands(70, "float32", "float32")
     assert explain(matmul, *given) == "amx"
     assert explain(matmul, *operands(70, "bfloat16", "bfloat16")) == "amx"
+    for precision in ("float32", "BF16_BF16_F32_X6"):
+        with jax.default_matmul_precision(precision):
+            assert f"amx does not serve float32 at precision {precision}" in explain(matmul, *given)
     with jax.default_matmul_precision("highest"):
         assert "amx does not serve float32 at precision highest" in explain(matmul, *given)
         assert explain(matmul, *operands(70, "bfloat16", "bfloat16")) == "amx"
@@ -247,3 +250,6 @@ def test_amx_is_asked_for_once_and_refused_in_words(monkeypatch) -> None:
         numba_tiles.check.__wrapped__()
     monkeypatch.setattr(numba_tiles, "_not_allowed", lambda: False)
     numba_tiles.check.__wrapped__()
+    monkeypatch.setattr("numba.config.CPU_NAME", "generic")
+    with pytest.raises(NotImplementedError, match=r"^a processor that NUMBA_CPU_NAME or"):
+        numba_tiles.check.__wrapped__()
