@@ -5,7 +5,8 @@ of 16 and adds to 16 × 16 sums in float32, at many times the rate of vectors. A
 there the sum of two of bfloat16, its digits: what it is rounded to, and what that leaves, rounded.
 Of the four products of digits that of the two last ones is left out, it is as small as what
 rounding left (Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype
-For Higher-Precision Computations, 2019; JAX's precision "high"): off by 2⁻¹⁷ of each product.
+For Higher-Precision Computations, 2019; JAX's precision "high"): off by less than 2⁻¹⁶ of each
+product.
 
 What is multiplied lies in the order in which it is read. A panel is `SIDE` rows of the first
 matrix, or columns of the second; its steps, of `DEPTH` numbers each, come one after the other, of

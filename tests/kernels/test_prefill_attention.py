@@ -81,7 +81,7 @@ def test_exact(name: str, d: int, dtype: str, with_prefix: bool, monkeypatch) ->
         before = over_prefix(arguments[0], prefix.k, prefix.v, prefix.length, scale)
         part = reference.merged(part, before)
     out = reference.normalised(part, dtype)
-    # Logits of digits are off by some 2⁻¹⁷ of their terms.
+    # Logits of digits are off by some 2⁻¹⁸ of their terms.
     off = allowed(dtype) * (4 if name == "amx" else 1)
     np.testing.assert_allclose(np.asarray(out, np.float64), answer, rtol=0, atol=off)
 

@@ -21,7 +21,7 @@ H, R, D = 2, 3, 32
 SCALE = D**-0.5
 BY = [pytest.param("amx", marks=needs_amx), "numba"]
 OFF = {"amx": 8e-5, "numba": 1e-5}
-"""Of outputs, by which each may be off: logits of two digits are, by some 2⁻¹⁷ of their terms."""
+"""Of outputs, by which each may be off: logits of two digits are, by some 2⁻¹⁸ of their terms."""
 TILES = [pytest.param(True, marks=needs_amx), False]
 LONG = 1100
 """Tokens whose queries are more than `SPANS` tiles: spans have several."""
