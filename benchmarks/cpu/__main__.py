@@ -3,8 +3,8 @@
 Decode and prefill of SmolLM2-135M's shapes in float32, in bfloat16 and with int8 weights, against
 Hugging Face transformers on the same cores, the share of a prompt's prefill that compression takes,
 by method too, how metrics and eviction grow with the prompt, one layer's attention over a prompt
-with and without the sums of all queries, that of decode steps by Numba and by XLA, and the bytes
-that the cache holds afterwards.
+with and without the sums of all queries, that of decode steps by Numba and by XLA, products with
+the weights by each implementation, and the bytes that the cache holds afterwards.
 
     python -m benchmarks.cpu --peer-python ~/torch/bin/python --json bench.json
     python -m benchmarks.cpu --only compression scaling
@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cpu.paged import measure_paged
+from benchmarks.cpu.products import measure_products
 from kvjax.cache import (
     CompressionConfig,
     compress,
@@ -59,7 +60,12 @@ from kvjax.kernels import (
 )
 from kvjax.models import load_model
 
-SECTIONS = ("peer", "compression", "methods", "calibrated", "scaling", "attention", "paged")
+FEW_ROWS = 1, 4, 8, 16, 32
+"""Of products as decode steps have them."""
+SECTIONS = (
+    *("peer", "compression", "methods", "calibrated", "scaling", "attention", "paged"),
+    "products",
+)
 METHODS = (
     "full",
     "random",
@@ -439,6 +445,9 @@ def main(arguments: list[str] | None = None) -> int:
         cores, length = os.cpu_count() or 1, options.length
         found = measure_paged(model.config, length, options.repeats, cores, progress)
         result["paged"] = found
+    if "products" in options.only:
+        rows = *FEW_ROWS, options.length
+        result["products"] = measure_products(model.config, rows, options.repeats, progress)
     progress.clear()
     print(json.dumps(result, indent=2))
     line = json.dumps(result)
