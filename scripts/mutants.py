@@ -166,11 +166,7 @@ def has_amx() -> bool:
     """Whether the processor has AMX, and the system lets one use it."""
     from kvjax.kernels import numba_tiles
 
-    try:
-        numba_tiles.check()
-    except NotImplementedError:
-        return False
-    return True
+    return numba_tiles.available()
 
 
 def slice_of(mutants: Sequence[Mutant], part: str) -> list[Mutant]:

@@ -79,6 +79,15 @@ def check() -> None:
         raise NotImplementedError(f"AMX on {platform.platform()}")
 
 
+def available() -> bool:
+    """Whether `check` finds nothing in the way."""
+    try:
+        check()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _not_allowed() -> bool:
     """Whether the system refuses the process AMX's registers; threads have what their process
     has."""

@@ -4,13 +4,4 @@ import pytest
 
 from kvjax.kernels import numba_tiles
 
-
-def _there() -> bool:
-    try:
-        numba_tiles.check()
-    except NotImplementedError:
-        return False
-    return True
-
-
-needs_amx = pytest.mark.skipif(not _there(), reason="needs AMX")
+needs_amx = pytest.mark.skipif(not numba_tiles.available(), reason="needs AMX")

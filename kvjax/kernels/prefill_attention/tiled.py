@@ -229,8 +229,9 @@ def _attend(address, chunk, r, d, kind):
                 top[head, member, token], total[head, member, token] = most[i], weight[i]
             if observes(frame):
                 _receive(frame, number, head, first, rows, s, weight, r, num_tokens)
-            sums[:] = 0
-            if count > 0:
+            if count == 0:
+                sums[:] = 0
+            else:
                 places = (d * 4, SIDE // 2 * d * 4, SIDE // 2 * 4)
                 for column in range(steps):
                     from_v = values + column * panels * step_bytes(kind)
