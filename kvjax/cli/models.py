@@ -98,8 +98,9 @@ def add_cache_dtype_option(parser: argparse.ArgumentParser | argparse._ArgumentG
         metavar="TYPE",
         help="what keys and values are stored in: float32, bfloat16, float16, e4m3, e5m2, int8, "
         "int5, int4, int3.6, int2, or k8v4, k5v4, k5v3.6, keys and values of so many bits; "
-        "affine4, affine2, mustafar50, mustafar70; all but the first three with w16, say, behind "
-        "them: the newest 16 of every head as they are, too (that of the weights)",
+        "affine4, affine2, mustafar50, mustafar70; int4+, int2+: twice as many bits where the pool "
+        "has room; all but the first three with w16, say, behind them: the newest 16 of every head "
+        "as they are, too (that of the weights)",
     )
 
 

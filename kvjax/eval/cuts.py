@@ -77,6 +77,9 @@ class Cut:
             slot = len(batch)
             cache, admitted = self._admit(cache, slot, variant)
             free = np.asarray(cache.free.count)
+            if cache.kv.fine is not None:
+                # What is compared is what each holds in a pool that has room.
+                free = free - np.asarray(cache.kv.fine.count)
             enough = admitted is not None and (free >= reserve * (slot + 1)).all()
             if not enough:
                 cache = run.evaluator.emptied(cache, np.arange(config.num_slots) == slot)
@@ -143,8 +146,8 @@ class Cut:
         count = len(self.chunk)
         args, out = (cache, self.mass), (SAME, by_heads(2))
         found = evaluator._run("recall", passes.attention_recall, *args, out=out)
-        recall, kept = evaluator.spread.on_host(found)
-        kept = kept.swapaxes(0, 1)
+        recall, held = evaluator.spread.on_host(found)
+        kept, refined = (x.swapaxes(0, 1) for x in held)
 
         tokens = np.zeros(self.room, np.int32)
         tokens[:count] = self.chunk
@@ -166,7 +169,7 @@ class Cut:
         shared = {"score": seconds / len(batch), "decode": decode_seconds / len(batch)}
         results = []
         for slot, admitted in enumerate(batch):
-            result = self._result(admitted, kept[slot], recall[slot], shared)
+            result = self._result(admitted, kept[slot], refined[slot], recall[slot], shared)
             result |= told.forced(
                 run.answers, target[: len(run.scored)], top[slot], run.full_top, nll[slot], kl[slot]
             )
@@ -177,11 +180,12 @@ class Cut:
             results.append((admitted.variant, result))
         return cache, results
 
-    def _result(self, admitted: _Admitted, kept, recall, shared) -> dict[str, Any]:
+    def _result(self, admitted: _Admitted, kept, refined, recall, shared) -> dict[str, Any]:
         run, b = self.run, self.run.evaluator.config.block_size
         row, heads = run.row, run.evaluator.heads
         spec = run.evaluator.spec_in(admitted.variant.cache_dtype)
         blocks = int((-(-kept // b)).sum())
+        in_all = blocks + int(refined.sum())
         return {
             "id": row.id,
             "task": row.task,
@@ -197,7 +201,7 @@ class Cut:
             "kvs": int(kept.sum()),
             "blocks": blocks,
             "bytes_full": run.evaluator.spec.full_bytes(self.cut),
-            "bytes": admitted.variant.held_bytes(spec, run.model.config, self.cut, blocks),
+            "bytes": admitted.variant.held_bytes(spec, run.model.config, self.cut, in_all),
             "shortfall": admitted.shortfall,
             "recall": told.rounded(recall.mean()) if len(self.chunk) else None,
             "recall_by_layer": [told.rounded(share) for share in recall]

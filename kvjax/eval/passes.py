@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache import Method, PagedCache, write_prompt, write_survivors
 from kvjax.cache.policy import LayerView, Observer, Scores
-from kvjax.cache.store import summed
+from kvjax.cache.store import refined_blocks, summed
 from kvjax.engine.decode import SlotState, decode
 from kvjax.engine.dense import DensePass
 from kvjax.engine.parallel import SAME
@@ -103,8 +103,9 @@ def attention_mass(
 
 def attention_recall(
     cache: PagedCache, mass: Float[Array, "L H T"]
-) -> tuple[Float[Array, "S L"], Int32[Array, "L S H"]]:
-    """Share of the attention mass that the KVs of each slot carry, by layer; KVs of each head."""
+) -> tuple[Float[Array, "S L"], tuple[Int32[Array, "L S H"], Int32[Array, "L S H"]]]:
+    """Share of the attention mass that the KVs of each slot carry, by layer; KVs of each head, and
+    its blocks that have finer codes."""
     if cache.shard is not None:
         mass = jnp.where(cache.shard.present[..., None], mass, 0)
     b, num_tokens = cache.block_size, mass.shape[-1]
@@ -122,7 +123,8 @@ def attention_recall(
 
     carried = summed(cache.shard, lax.map(one_slot, (cache.block_table, cache.context_len)))
     recall = carried / jnp.where(total > 0, total, 1)
-    return recall, jnp.swapaxes(cache.context_len, 0, 1)
+    held = cache.context_len, refined_blocks(cache)
+    return recall, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), held)
 
 
 def write_kept(

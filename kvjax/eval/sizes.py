@@ -68,7 +68,7 @@ class Variant:
             spec: of the cache.
             model: whose KVs it holds.
             tokens: of the prompt.
-            blocks: that are held of them, over all heads.
+            blocks: that are held of them, over all heads, those with finer codes included.
         """
         codec = self.prompt_codec
         if codec is None:

@@ -1,6 +1,7 @@
 """Pools that attention reads through a decoder, or as one half of wider rows."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, no_type_check, runtime_checkable
 
 import jax
@@ -16,6 +17,12 @@ class Factors(NamedTuple):
 
     codes: Num[Array, "*n d"]
     scale: Float[Array, "*n"] | None = None
+
+    @property
+    def rows(self) -> Float[Array, "*n d"]:
+        """Codes times factors, in float32."""
+        codes = self.codes.astype(jnp.float32)
+        return codes if self.scale is None else codes * self.scale[..., None].astype(jnp.float32)
 
 
 @runtime_checkable
@@ -117,6 +124,9 @@ class Encoded:
     stored: Any
     """Arrays, or halves of some (a pytree), with leading axes [N, b]."""
     decoder: Decoder = dataclasses.field(metadata={"static": True})
+    fine: Int32[Array, " N"] | None = None
+    """The block whose rows are to be added to those of each, stored in the same way; N where there
+    is none. None where there are none at all."""
 
     @property
     def _rows(self) -> jax.ShapeDtypeStruct:
@@ -137,14 +147,27 @@ class Encoded:
     def _blocks(self, blocks: Int32[Array, "*n"]) -> Any:
         return jax.tree.map(lambda x: x[blocks], self.stored, is_leaf=is_half)
 
+    def _sum(
+        self, make: Callable[[Any], Float[Array, "..."]], blocks: Int32[Array, "*n"]
+    ) -> Float[Array, "..."]:
+        """What is made of some blocks, and of those whose rows are added to theirs."""
+        rows = make(self._blocks(blocks))
+        if self.fine is None:
+            return rows
+        num_blocks = self.fine.shape[0]
+        at = self.fine.at[blocks].get(mode="fill", fill_value=num_blocks)
+        return rows + jnp.where((at < num_blocks)[..., None, None], make(self._blocks(at)), 0)
+
     def __getitem__(self, blocks: Int32[Array, "*n"]) -> Float[Array, "..."]:
         """The rows of some blocks."""
-        return self.decoder.decode(self._blocks(blocks))
+        return self._sum(self.decoder.decode, blocks)
 
     @property
     def form(self) -> str:
         """What is stored, by a name that kernels know; "encoded" if they cannot."""
-        return self.decoder.form if isinstance(self.decoder, Coded) else "encoded"
+        if not isinstance(self.decoder, Coded):
+            return "encoded"
+        return self.decoder.form if self.fine is None else f"{self.decoder.form}+"
 
     @property
     def codes(self) -> Codes:
@@ -154,9 +177,12 @@ class Encoded:
 
     def factors(self, blocks: Int32[Array, "*n"]) -> Factors:
         """The rows of some blocks, as far as their decoder goes with them by factors."""
-        if isinstance(self.decoder, Factored):
-            return self.decoder.factors(self._blocks(blocks))
-        return Factors(self[blocks])
+        if not isinstance(self.decoder, Factored):
+            return Factors(self[blocks])
+        factors = self.decoder.factors
+        if self.fine is None:
+            return factors(self._blocks(blocks))
+        return Factors(self._sum(lambda stored: factors(stored).rows, blocks))
 
 
 def form_of(pool: object) -> str | None:

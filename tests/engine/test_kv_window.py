@@ -90,10 +90,10 @@ def test_a_window_brings_answers_nearer_to_those_of_exact_kvs(tiny_params):
     run, step = jax.jit(prefill, static_argnums=(0, 1)), jax.jit(decode_step, static_argnums=(0, 1))
     prompt, _ = run(TINY, Observer(None), tiny_params, {}, ids[:first], jnp.int32(first))
     found: dict[str, np.ndarray] = {}
-    for stored in ("float32", "int2", "int2w24"):
+    for stored in ("float32", "int2", "int2w24", "int2+"):
         cache = init_cache(
             num_slots=1, num_layers=TINY.num_layers, num_kv_heads=TINY.num_kv_heads,
-            head_dim=TINY.head_dim, num_blocks=80, max_blocks_per_head=10, block_size=4,
+            head_dim=TINY.head_dim, num_blocks=160, max_blocks_per_head=10, block_size=4,
             codec=as_codec(stored, "float32"),
         )  # fmt: skip
         cache, ok = jax.jit(write_prompt)(
@@ -113,6 +113,7 @@ def test_a_window_brings_answers_nearer_to_those_of_exact_kvs(tiny_params):
         kind: np.sum(np.exp(exact) * (exact - rows), axis=-1).mean() for kind, rows in found.items()
     }
     assert 0 < lost["int2w24"] < 0.7 * lost["int2"], lost
+    assert 0 < lost["int2+"] < 0.2 * lost["int2"], lost
 
 
 def test_a_window_longer_than_any_sequence_is_refused(tiny_params):

@@ -96,7 +96,7 @@ def test_without_numba_xla_serves(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("target", "of", "modules"),
     [
-        (numba_cpu._target, (1, 2, 0, 0), 6),
+        (numba_cpu._target, (1, 2, 0, 0, False), 6),
         (prefill_cpu._target, (1, 2), 6),
         (tiled.target, (1, 32, 0), 7),
         (match_cpu._target, (6, 16), 6),
@@ -202,7 +202,7 @@ def test_a_shape_is_compiled_once_for_all_threads() -> None:
     """A name of a function that is another one would be refused."""
     names = []
     threads = [
-        threading.Thread(target=lambda: names.append(numba_cpu._target(2, 8, 0, 0)))
+        threading.Thread(target=lambda: names.append(numba_cpu._target(2, 8, 0, 0, False)))
         for _ in range(2)
     ]
     for thread in threads:

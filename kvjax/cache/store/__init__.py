@@ -5,7 +5,7 @@ every formula, `KVPool` every access, and a `Codec` says what is stored of a row
 why a KV stays or goes.
 """
 
-from kvjax.cache.store.codec import Codec, Plain, Rounded, Windowed
+from kvjax.cache.store.codec import Codec, Plain, Refined, Rounded, Windowed
 from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.grow import allocate
@@ -17,6 +17,7 @@ from kvjax.cache.store.paged import (
     drop_blocks,
     free_blocks,
     init_cache,
+    refined_blocks,
     release,
     valid_slots,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "PagedCache",
     "Plain",
     "Plane",
+    "Refined",
     "Rounded",
     "Scaled",
     "Windowed",
@@ -58,6 +60,7 @@ __all__ = [
     "init_cache",
     "move_rows",
     "put_slots",
+    "refined_blocks",
     "release",
     "restored",
     "running_count",

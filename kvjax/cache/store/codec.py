@@ -48,6 +48,11 @@ class Codec:
         """Newest KVs of each head that lie beside the pool, too, as they are computed."""
         return 0
 
+    @property
+    def refines(self) -> bool:
+        """Whether free blocks of the pool hold finer codes of others."""
+        return False
+
     def decoding_to(self, dtype: str) -> "Codec":
         """The same with rows of another dtype."""
         return dataclasses.replace(self, dtype=dtype)
@@ -197,14 +202,65 @@ class Windowed(Codec):
 
     @property
     def of_pool(self) -> Codec:
-        return self.codes
+        return self.codes.of_pool
 
     @property
     def window(self) -> int:
         return self.size
 
+    @property
+    def refines(self) -> bool:
+        return self.codes.refines
+
     def decoding_to(self, dtype: str) -> "Windowed":
         return Windowed(dtype, self.codes.decoding_to(dtype), self.size)
+
+    def check(self, head_dim: int) -> None:
+        self.codes.check(head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refined(Codec):
+    """Codes of all KVs, and in blocks that are free finer codes of those that are worth most
+    (`kvjax.cache.store.fine`)."""
+
+    codes: Codec = Codec()
+    """What stores the pool: rows, and what it misses of them."""
+
+    def __post_init__(self):
+        """
+        Raises:
+            UserError: there are no codes.
+        """
+        if isinstance(self.codes, Plain):
+            raise UserError(
+                f"cache_dtype {self.name}: {self.codes.name} has no codes that could be finer; "
+                f"give {self.codes.name}, or int4+"
+            )
+
+    @property
+    def name(self) -> str:
+        """As "int4+"."""
+        return f"{self.codes.name}+"
+
+    @property
+    def of_keys(self) -> Codec:
+        return self.codes.of_keys
+
+    @property
+    def of_values(self) -> Codec:
+        return self.codes.of_values
+
+    @property
+    def of_pool(self) -> Codec:
+        return self.codes
+
+    @property
+    def refines(self) -> bool:
+        return True
+
+    def decoding_to(self, dtype: str) -> "Refined":
+        return Refined(dtype, self.codes.decoding_to(dtype))
 
     def check(self, head_dim: int) -> None:
         self.codes.check(head_dim)

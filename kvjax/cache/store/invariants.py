@@ -12,7 +12,8 @@ def check_invariants(cache: PagedCache) -> None:
     says, each of another slot; every head owns exactly
     ⌈context_len / b⌉ blocks, at the front of its table row; free blocks carry no metadata; written
     KVs of a head have distinct positions below the sequence's length; nothing is written past a
-    head's context length; the rows of a window are of the newest KVs of their heads, each once.
+    head's context length; finer codes of owned blocks are in free ones, near the bottom of their
+    stack; the rows of a window are of the newest KVs of their heads, each once.
 
     Raises:
         AssertionError: names the violation and where it is.
@@ -67,6 +68,15 @@ def check_invariants(cache: PagedCache) -> None:
     ordered = np.sort(held, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != UNWRITTEN)
     assert not twice.any(), "a head holds two KVs of one position"
+    if cache.kv.fine is not None:
+        tag, top = np.asarray(cache.kv.fine.tag), int(cache.kv.fine.count[0])
+        paired = np.flatnonzero(tag < n)
+        assert (tag[tag[paired]] == paired).all(), "two blocks are no pair"
+        holders = np.setdiff1d(paired, owned)
+        assert 2 * len(holders) == len(paired), "a pair is not of an owned and a free block"
+        assert np.isin(tag[holders], owned).all(), "finer codes are of no block that is owned"
+        assert np.isin(holders, stack[:top]).all(), "finer codes are where none are looked for"
+        assert top <= count[0], "more blocks hold finer codes than are free"
     if cache.window is not None:
         new, index = np.asarray(cache.window.position), np.asarray(cache.window.index)
         assert ((new < 0) == (index < 0)).all(), "a row of the window is half there"

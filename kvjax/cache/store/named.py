@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.store.affine import Affine
-from kvjax.cache.store.codec import Codec, Pair, Plain, Rounded, Windowed
+from kvjax.cache.store.codec import Codec, Pair, Plain, Refined, Rounded, Windowed
 from kvjax.cache.store.pruned import Pruned
 from kvjax.cache.store.scaled import Companded, Floats, Integers
 from kvjax.checks import shown
@@ -31,6 +31,8 @@ NAMED: Mapping[str, Codec] = {
         Affine(bits=2),
         Pruned(),
         Pruned(share=0.7),
+        Refined(codes=Integers(bits=4)),
+        Refined(codes=Integers(bits=2)),
     )
 }
 """Those that are no dtypes."""

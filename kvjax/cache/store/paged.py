@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
-from kvjax.cache.store.codec import Codec, Plain, Windowed
+from kvjax.cache.store.codec import Codec, Plain, Refined, Windowed
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.pool import KVPool
 from kvjax.cache.store.shard import HeadShard
@@ -117,6 +117,8 @@ class PagedCache:
         """What is kept of each KV, and in blocks of which size."""
         planes = (Plane(name, x.dtype.name, x.shape[2]) for name, x in self.state.items())
         codec = self.kv.codec
+        if self.kv.fine is not None:
+            codec = Refined(codec.dtype, codec)
         if self.window is not None:
             codec = Windowed(codec.dtype, codec, self.window.size)
         return CacheSpec(
@@ -179,7 +181,7 @@ def init_cache(
     if codec.window:
         window = KVWindow.empty((*heads, codec.window, head_dim), codec.dtype)
     return PagedCache(
-        kv=KVPool.empty(codec.of_pool, *pool, head_dim),
+        kv=KVPool.empty(codec, *pool, head_dim),
         metric=jnp.zeros(pool, jnp.float32),
         position=jnp.full(pool, UNWRITTEN, jnp.int32),
         block_table=jnp.full((*heads, max_blocks_per_head), num_blocks, jnp.int32),
@@ -203,11 +205,19 @@ def free_blocks(cache: PagedCache) -> Int32[Array, ""]:
     return jnp.sum(cache.free.count)
 
 
+def refined_blocks(cache: PagedCache) -> Int32[Array, "S L H"]:
+    """How many blocks of each head have finer codes in other blocks."""
+    fine = cache.kv.fine
+    if fine is None:
+        return jnp.zeros_like(cache.context_len)
+    return jnp.sum(fine.of(cache.block_table) < cache.num_blocks, axis=-1, dtype=jnp.int32)
+
+
 def claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
     """Take the blocks on top of the free ones, in any order, as `FreeBlocks.peek` tells them; ids
     of N are passed over. Whatever a former owner left in their metadata goes."""
     taken = jnp.sum(ids < cache.num_blocks)
-    return dataclasses.replace(_cleared(cache, ids), free=cache.free.without(taken))
+    return _parted(_cleared(cache, ids), ids, cache.free.without(taken))
 
 
 def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
@@ -217,7 +227,15 @@ def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
     """
     if cache.shared is not None:
         cache, ids = _disowned(cache, ids)
-    return dataclasses.replace(_cleared(cache, ids), free=cache.free.with_blocks(ids))
+    return _parted(_cleared(cache, ids), ids, cache.free.with_blocks(ids))
+
+
+def _parted(cache: PagedCache, ids: Int32[Array, "*dims"], free: FreeBlocks) -> PagedCache:
+    """The cache with other free blocks, in which some that change hands are no part of a pair."""
+    kv = cache.kv
+    if kv.fine is not None:
+        kv = dataclasses.replace(kv, fine=kv.fine.parted(ids, free))
+    return dataclasses.replace(cache, kv=kv, free=free)
 
 
 def _disowned(

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain
+from kvjax.cache.store.fine import FineBlocks
 from kvjax.kernels import Half, append_and_attend, device, move_kvs, paged_attention
-from kvjax.kernels.encoded import without_halves
+from kvjax.kernels.encoded import Encoded, without_halves
 from kvjax.kernels.paged_attention import reference
 
 LANES = 128
@@ -37,6 +38,8 @@ class KVPool:
     codec: Codec = dataclasses.field(metadata={"static": True})
     joined: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Numbers of a key and of a value, of which one row holds both; None if they lie apart."""
+    fine: FineBlocks | None = None
+    """Which blocks hold finer codes of others; None where none ever do (`Refined`)."""
 
     @classmethod
     def empty(
@@ -47,7 +50,7 @@ class KVPool:
         head_dim: int,
         joined: bool | None = None,
     ) -> "KVPool":
-        """A pool in which everything stored is 0.
+        """A pool in which everything stored is 0, of blocks that a codec's pool has (`of_pool`).
 
         `joined`: whether keys and values whose rows are of 64 to 127 numbers make one row; by
         default on TPUs.
@@ -55,7 +58,8 @@ class KVPool:
         joined = joins_rows() if joined is None else joined
         *shapes, width = stored_shapes(codec, num_blocks, block_size, head_dim, joined)
         k, v = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return cls(k, v, codec, width)
+        fine = FineBlocks.none(num_blocks) if codec.refines else None
+        return cls(k, v, codec.of_pool, width, fine)
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
@@ -67,7 +71,10 @@ class KVPool:
         """Keys and values [N, b, d] as attention takes them; indexed by blocks they give rows."""
         keys, values = self._codecs
         k, v = self._apart(self.stored_k, self.stored_v)
-        return keys.operand(k), values.operand(v)
+        if self.fine is None:
+            return keys.operand(k), values.operand(v)
+        tag = self.fine.tag
+        return Encoded(k, keys, tag), Encoded(v, values, tag)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -78,9 +85,12 @@ class KVPool:
         self, blocks: Int32[Array, "*n"]
     ) -> tuple[Float[Array, "... b d"], Float[Array, "... b d"]]:
         """Keys and values of some blocks, decoded; those of ids out of range decode zeros."""
-        keys, values = self._codecs
-        k, v = self._gathered(blocks)
-        return keys.decode(k), values.decode(v)
+        k, v = self._decoded(self._gathered(blocks))
+        if self.fine is None:
+            return k, v
+        # Of blocks without finer codes what is gathered decodes zeros.
+        more_k, more_v = self._decoded(self._gathered(self.fine.of(blocks)))
+        return k + more_k, v + more_v
 
     def write(
         self,
@@ -89,7 +99,12 @@ class KVPool:
         v: Float[Array, "*n d"],
     ) -> "KVPool":
         """With rows written to some blocks, or to offsets in them; ids of N are passed over."""
-        return self._with(lambda pool, rows: scattered(pool, at, rows), k, v)
+        blocks, *offsets = at
+
+        def written(pool, rows, blocks):
+            return scattered(pool, (blocks, *offsets), rows)
+
+        return self._with(written, blocks, self._encoded(k, v))
 
     def rewrite(
         self,
@@ -101,19 +116,25 @@ class KVPool:
         and are not encoded a second time."""
         if isinstance(self.codec, Plain):
             return self.write((blocks,), k, v)
+        same = [jnp.all(new == old, axis=-1) for new, old in zip((k, v), self.read(blocks))]
 
-        def rows(codec: Codec, old: Any, new: Float[Array, "... b d"]) -> Any:
-            same = jnp.all(new == codec.decode(old), axis=-1)
+        def chosen(same, old, new):
+            def kept(old, new):
+                return jnp.where(
+                    same.reshape(*same.shape, *(1,) * (old.ndim - same.ndim)), old, new
+                )
 
-            def chosen(kept, coded):
-                mask = same.reshape(*same.shape, *(1,) * (kept.ndim - same.ndim))
-                return jnp.where(mask, kept, coded)
+            return jax.tree.map(kept, old, new)
 
-            return jax.tree.map(chosen, old, codec.encode(new))
-
-        held = self._gathered(blocks)
-        new = (rows(*each) for each in zip(self._codecs, held, (k, v)))
-        return self._with_stored(lambda pool, rows: scattered(pool, (blocks,), rows), *new)
+        parts = self._encoded(k, v)
+        places = [blocks] if self.fine is None else [blocks, self.fine.of(blocks)]
+        parts = [
+            tuple(map(chosen, same, self._gathered(place), part))
+            for place, part in zip(places, parts, strict=True)
+        ]
+        return self._with(
+            lambda pool, rows, blocks: scattered(pool, (blocks,), rows), blocks, parts
+        )
 
     def write_newest(
         self,
@@ -124,9 +145,11 @@ class KVPool:
         active: Bool[Array, " S"] | None = None,
     ) -> "KVPool":
         """With the newest KV of one layer written: the last one that `context_len` counts."""
-        return self._with(
-            lambda pool, rows: write_newest(pool, block_table, context_len, rows, active), k, v
-        )
+
+        def written(pool, rows, table):
+            return write_newest(pool, table, context_len, rows, active)
+
+        return self._with(written, block_table, self._encoded(k, v))
 
     def append_and_attend(
         self,
@@ -163,19 +186,45 @@ class KVPool:
                 return move_kvs(k, v, source, target, count)
             return tuple(move_rows(x, source, target, count) for x in (k, v))
 
+        stored = (self.stored_k, self.stored_v)
         kind = jax.tree.structure(self.stored_k)
-        if kind != jax.tree.structure(self.stored_v):
-            stored = (self.stored_k, self.stored_v)
+        if kind == jax.tree.structure(self.stored_v):
+            k, v = jax.tree.transpose(kind, None, jax.tree.map(moved, *stored))
+        else:
             k, v = jax.tree.map(lambda x: move_rows(x, source, target, count), stored)
-            return dataclasses.replace(self, stored_k=k, stored_v=v)
-        pairs = jax.tree.map(moved, self.stored_k, self.stored_v)
-        k, v = jax.tree.transpose(kind, None, pairs)
+        if self.fine is not None:
+            # Whose target has no finer codes loses its own; whose source has none brings zeros.
+            b = self.shape[1]
+            slots = (self.fine.slots(source, b), self.fine.slots(target, b))
+            k, v = jax.tree.map(lambda x: move_rows(x, *slots, count), (k, v))
         return dataclasses.replace(self, stored_k=k, stored_v=v)
 
-    def _with(self, written, k, v) -> "KVPool":
-        """With `written` of each array and of the encoded rows that belong there."""
+    def _decoded(self, stored: tuple[Any, Any]) -> tuple[Array, Array]:
         keys, values = self._codecs
-        return self._with_stored(written, keys.encode(k), values.encode(v))
+        return keys.decode(stored[0]), values.decode(stored[1])
+
+    def _encoded(self, k: Float[Array, "*n d"], v: Float[Array, "*n d"]) -> list[tuple[Any, Any]]:
+        """What is stored of rows of keys and values; where there are finer codes, these as well."""
+        keys, values = self._codecs
+        coarse = keys.encode(k), values.encode(v)
+        if self.fine is None:
+            return [coarse]
+
+        def missing(codec: Codec, rows: Float[Array, "*n d"], stored: Any) -> Any:
+            # In float32: of rows of fewer bits the sum of both would keep what these round away.
+            decoded = codec.decoding_to("float32").decode(stored)
+            return codec.encode(rows.astype(jnp.float32) - decoded)
+
+        return [coarse, (missing(keys, k, coarse[0]), missing(values, v, coarse[1]))]
+
+    def _with(self, written, blocks: Int32[Array, "*n"], parts: list[tuple[Any, Any]]) -> "KVPool":
+        """With `written` of each array, of what is stored there of some rows and of their blocks;
+        and so what is stored of these rows' finer codes, in the blocks of these."""
+        pool = self._with_stored(lambda pool, rows: written(pool, rows, blocks), *parts[0])
+        if self.fine is not None:
+            finer = self.fine.of(blocks)
+            pool = pool._with_stored(lambda pool, rows: written(pool, rows, finer), *parts[1])
+        return pool
 
     def _with_stored(self, written, k, v) -> "KVPool":
         """With `written` of each array and of what is stored there of some rows."""

@@ -46,10 +46,7 @@ class Scaled(Codec):
         return rows
 
     def decode(self, stored: Stored) -> Float[Array, "*n d"]:
-        codes, scale = self.factors(stored)
-        assert scale is not None
-        rows = codes.astype(jnp.float32) * scale[..., None].astype(jnp.float32)
-        return self.turned(rows).astype(self.dtype)
+        return self.turned(self.factors(stored).rows).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

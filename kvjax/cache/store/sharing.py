@@ -93,7 +93,14 @@ def unshare(
     source, target = (
         jnp.full(size, n, jnp.int32).at[at].set(ids.reshape(-1), mode="drop") for ids in (old, new)
     )
-    cache = _copied(claim(cache, new), source, target, jnp.where(ok, count, 0))
+    cache, count = claim(cache, new), jnp.where(ok, count, 0)
+    fine = cache.kv.fine
+    if fine is not None:
+        # Copies have finer codes, too, where there is room for them.
+        fine = fine.grown(jnp.where(fine.of(old) < n, new, n), cache.free)
+        cache = dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine))
+        cache = _copied(cache, fine.of(source), fine.of(target), count)
+    cache = _copied(cache, source, target, count)
     # Where all owners of a block take a copy at once, it ends here.
     return drop_blocks(cache, old), jnp.where(wants, new, table), ok
 
@@ -141,7 +148,8 @@ def _copied(
     count: Int32[Array, ""],
 ) -> PagedCache:
     """The cache with the first `count` source blocks copied to the target blocks, all of them."""
-    pools = (cache.kv, cache.metric, cache.position, cache.state)
+    stored = cache.kv.stored_k, cache.kv.stored_v
+    pools = (stored, cache.metric, cache.position, cache.state)
 
     def copy_some(step: Any) -> Any:
         first, pools = step
@@ -156,5 +164,6 @@ def _copied(
 
     first = (jnp.int32(0), pools)
     _, pools = jax.lax.while_loop(lambda step: step[0] < count, copy_some, first)
-    kv, metric, position, state = pools
+    (k, v), metric, position, state = pools
+    kv = dataclasses.replace(cache.kv, stored_k=k, stored_v=v)
     return dataclasses.replace(cache, kv=kv, metric=metric, position=position, state=state)

@@ -120,10 +120,11 @@ class CacheSpec:
         return self.heads * self.blocks_per_head(tokens) * self.block_bytes
 
     def pool_bytes(self, num_blocks: int, sharing: bool = False) -> int:
-        """Bytes of a pool: its blocks, the stack of free ones and, with `sharing`, counts of
-        owners."""
-        number = jnp.dtype("int32").itemsize
-        return number + num_blocks * (self.block_bytes + number * (2 if sharing else 1))
+        """Bytes of a pool: its blocks, the stack of free ones, with `sharing` counts of owners,
+        and tags where blocks have finer codes."""
+        number, tagged = jnp.dtype("int32").itemsize, int(self.codec.refines)
+        numbers = 1 + int(sharing) + tagged
+        return number * (1 + tagged) + num_blocks * (self.block_bytes + number * numbers)
 
     def blocks_in(self, size: int, sharing: bool = False) -> int:
         """Most blocks of a pool that takes at most `size` bytes."""

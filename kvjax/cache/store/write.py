@@ -79,6 +79,9 @@ def write_prompt(
     # blocks that nobody then owns.
     new_len = jnp.where(good, new_len, (big_m + 1) * b)
     cache, table, ok = grow(cache, cache.block_table[slot], old_len, new_len)
+    if cache.kv.fine is not None:
+        written = jnp.where(ok, kept_len, 0)
+        cache = _refined(cache, table, metric, kept_index, old_len, written)
 
     # Planes that nobody gives stay 0, as their blocks came.
     state = {name: (state or {})[name] for name in cache.state if name in (state or {})}
@@ -121,6 +124,31 @@ def write_prompt(
         context_len=cache.context_len.at[slot].set(jnp.where(ok, new_len, old_len)),
         seq_len=cache.seq_len.at[slot].add(jnp.where(ok, length, 0)),
     ), ok
+
+
+def _refined(
+    cache: PagedCache,
+    table: Int32[Array, "L H M"],
+    metric: Float[Array, "L H T"],
+    kept_index: Int32[Array, "L H P"],
+    old_len: Int32[Array, "L H"],
+    kept_len: Int32[Array, "L H"],
+) -> PagedCache:
+    """The cache with room for finer codes of the blocks whose KVs have the largest metrics, among
+    those that have them and those that a prompt has just claimed (`write_prompt`)."""
+    fine, n, b = cache.kv.fine, cache.num_blocks, cache.block_size
+    assert fine is not None
+    owned = (fine.tag < n) & ~cache.free.mask
+    worth = jnp.where(owned, jnp.max(cache.metric, axis=-1), -jnp.inf)
+    rank = jnp.arange(kept_index.shape[-1], dtype=jnp.int32)
+    logical = old_len[..., None] + rank
+    # Of a block that held KVs before these have no finer codes.
+    new = (rank < kept_len[..., None]) & (logical // b * b >= old_len[..., None])
+    block = jnp.take_along_axis(table, jnp.minimum(logical // b, cache.max_blocks - 1), axis=-1)
+    of_kvs = jnp.take_along_axis(metric, kept_index, axis=-1)
+    worth = worth.at[jnp.where(new, block, n)].max(of_kvs, mode="drop")
+    fine, free = fine.arranged(worth, cache.free)
+    return dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine), free=free)
 
 
 def _ascends(
@@ -169,6 +197,9 @@ def begin_append(
         ok &= copied
     ids = jnp.where(ok & needs_block, cache.free.peek(rank), n)
     cache = claim(cache, ids)
+    if cache.kv.fine is not None:
+        fine = cache.kv.fine.grown(ids, cache.free)
+        cache = dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine))
     slot, layer, head = jnp.indices(length.shape, sparse=True)
     column = jnp.where(ok & needs_block, length // b, big_m)
     table = table.at[slot, layer, head, column].set(ids, mode="drop")

@@ -4,7 +4,8 @@ Heads are cut into pieces of as many KVs each, each with a softmax of its own, a
 Whichever thread is free takes the next piece, and when all are done the next head, merges what its
 pieces gave in their order, and adds to its metrics. So a head computes the same bits wherever it
 stands and however many threads there are. Keys and values are rows of float32 or bfloat16, or codes
-of 8 or 4 bits with scales: they become float32 on the way.
+of 8 or 4 bits with scales, with finer codes of some blocks or without: they become float32 on the
+way.
 """
 
 import dataclasses
@@ -43,6 +44,8 @@ class Config:
     scale: float
     kinds: tuple[int, int]
     """What is stored of keys and of values, as `numba_calls` names it."""
+    fine: bool = False
+    """Whether blocks may have finer codes."""
 
 
 def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Config:
@@ -55,9 +58,12 @@ def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Co
         raise NotImplementedError("exact rows")
     if shape.halves:
         raise NotImplementedError("halves of rows")
-    kinds = []
+    kinds, fine = [], False
     for form in shape.forms:
-        name, served = (shape.dtype, STORED_ROWS) if form is None else (form, STORED_CODES)
+        name, served = shape.dtype, STORED_ROWS
+        if form is not None:
+            fine |= form.endswith("+")
+            name, served = form.removesuffix("+"), STORED_CODES
         if name not in served:
             names = ", ".join((*STORED_ROWS, *STORED_CODES))
             raise NotImplementedError(f"{name} pools, served are {names}")
@@ -72,8 +78,9 @@ def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Co
         raise NotImplementedError(
             f"{held >> 20} MB of partial results, served are {RESULT_BYTES >> 20}"
         )
-    _target(shape.group, shape.head_dim, *kinds)
-    return Config(scale, (kinds[0], kinds[1]))
+    keys, values = kinds
+    _target(shape.group, shape.head_dim, keys, values, fine)
+    return Config(scale, (keys, values), fine)
 
 
 def paged_attention(
@@ -100,6 +107,9 @@ def paged_attention(
     pieces = (rows, math.ceil(max_blocks * block_size / PIECE_TOKENS), group)
     shapes = [(rows, group, d), (*pieces, d), pieces, pieces]
     given = [queries, block_table.reshape(rows, max_blocks), context_len.reshape(rows), *stored]
+    if c.fine:
+        assert isinstance(k, Encoded)
+        given.append(k.fine)
     aliases = {}
     if metric is not None:
         touched = jnp.ones(num_seqs, bool) if observed is None else observed
@@ -107,24 +117,23 @@ def paged_attention(
         given += [jnp.repeat(touched * jnp.int32(power), num_heads), metric]
         shapes += [metric.shape, (*pieces, PIECE_TOKENS)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    found = jax.ffi.ffi_call(_target(group, d, *c.kinds), results, input_output_aliases=aliases)(
-        *given
-    )
+    target = _target(group, d, *c.kinds, c.fine)
+    found = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*given)
     out = turned(v, found[0].reshape(num_seqs, num_query_heads, d)).astype(q.dtype)
     return out, None if metric is None else found[4]
 
 
 @calls.once
-def _target(r: int, d: int, keys: int, values: int) -> str:
+def _target(r: int, d: int, keys: int, values: int, fine: bool) -> str:
     """The name by which programs call it, for a group, a head dimension and what is stored; all
     else is read from the call."""
-    name = f"kvjax_paged_attention_{r}_{d}_{keys}_{values}"
+    name = f"kvjax_paged_attention_{r}_{d}_{keys}_{values}{'_fine' * fine}"
     stamp = numba_source.stamp()
 
     @no_type_check
     def task(team):
         if stamp >= 0:
-            _work(team, r, d, keys, values)
+            _work(team, r, d, keys, values, fine)
         threads.leave(team)
 
     @no_type_check
@@ -169,7 +178,7 @@ def _length(frame, row):
 
 @no_type_check
 @numba.njit
-def _work(address, r, d, keys, values):
+def _work(address, r, d, keys, values, fine):
     """Chunks of a team's call, while there are any: pieces, or heads."""
     chunk = threads.take(address)
     team = calls.words(address)
@@ -177,19 +186,19 @@ def _work(address, r, d, keys, values):
         return
     frame = calls.words(team[threads.FRAME])
     if team[threads.PHASE] == _PIECES:
-        _attend(address, chunk, frame, r, d, keys, values)
+        _attend(address, chunk, frame, r, d, keys, values, fine)
         return
     while chunk < team[threads.TOTAL]:
-        _merge(chunk, frame, r, d, keys)
+        _merge(chunk, frame, r, d, keys, fine)
         threads.finished(address)
         chunk = threads.take(address)
 
 
 @no_type_check
 @numba.njit(fastmath=FAST, error_model="numpy")
-def _attend(address, chunk, frame, r, d, keys, values):
+def _attend(address, chunk, frame, r, d, keys, values, fine):
     """What pieces give: sums of values, largest logits, sums of weights, and weights."""
-    _ = literally(r), literally(d), literally(keys), literally(values)
+    _ = literally(r), literally(d), literally(keys), literally(values), literally(fine)
     chunks = calls.words(address)[threads.TOTAL]
     rows, max_blocks = calls.sizes(frame, 1)[0], calls.sizes(frame, 1)[1]
     blocks, b = calls.sizes(frame, 3)[0], calls.sizes(frame, 3)[1]
@@ -200,11 +209,13 @@ def _attend(address, chunk, frame, r, d, keys, values):
     v = v_scale = calls.argument(frame, 4)
     if keys >= INT8:
         k_scale, v, v_scale = v, calls.argument(frame, 5), calls.argument(frame, 6)
+    tag = int32s(calls.argument(frame, 7 if fine else 2))
     top = carray(float32s(calls.result(frame, 2)), (rows, most_pieces, r))
     total = carray(float32s(calls.result(frame, 3)), (rows, most_pieces, r))
     s, lane = np.empty((r, PIECE_TOKENS), np.float32), np.empty(ROWS, np.float32)
     place, at = np.empty(ROWS, np.int64), np.empty(ROWS, np.int64)
-    tile = np.empty((ROWS, d), np.float32)
+    # And behind these a row of finer codes.
+    tile = np.empty((ROWS + 1, d), np.float32)
     row, before, own = 0, 0, _pieces(_length(frame, 0))
     while chunk < chunks:
         while before + own <= chunk:
@@ -216,10 +227,12 @@ def _attend(address, chunk, frame, r, d, keys, values):
         n = min(_length(frame, row) - begin, PIECE_TOKENS)
         for t in range(0, n, ROWS):
             _find(at, place, tile, k, blocks, table[row], begin + t, n - t, d, b, keys)
+            if fine:
+                _refine(place, tile, k, k_scale, tag, blocks, d, b, keys)
             for i in range(r):
                 logits = s.ctypes.data + (i * PIECE_TOKENS + t) * 4
                 dots(q + (row * r + i) * d * 4, at.ctypes.data, logits, d)
-                if keys >= INT8:
+                if keys >= INT8 and not fine:
                     for j in range(ROWS):
                         s[i, t + j] *= bfloat16_at(k_scale, place[j])
         for i in range(r):
@@ -233,8 +246,10 @@ def _attend(address, chunk, frame, r, d, keys, values):
         carray(float32s(sums), r * d)[:] = 0
         for t in range(0, n, ROWS):
             _find(at, place, tile, v, blocks, table[row], begin + t, n - t, d, b, values)
+            if fine:
+                _refine(place, tile, v, v_scale, tag, blocks, d, b, values)
             for i in range(r):
-                if values >= INT8:
+                if values >= INT8 and not fine:
                     for j in range(ROWS):
                         s[i, t + j] *= bfloat16_at(v_scale, place[j])
                 weights = s.ctypes.data + (i * PIECE_TOKENS + t) * 4
@@ -274,6 +289,31 @@ def _find(at, place, tile, pool, num_blocks, blocks, begin, n, d, b, kind):
 
 
 @no_type_check
+@numba.njit(fastmath=FAST, inline="always")
+def _refine(place, tile, pool, scales, tag, num_blocks, d, b, kind):
+    """Codes of `ROWS` rows times their scales, and those of their finer codes added, where a row
+    has any."""
+    size = calls.row_bytes(d, kind)
+    spare = tile.ctypes.data + ROWS * d * 4
+    block, start = np.int64(-1), np.int64(-1)
+    for j in range(ROWS):
+        # Rows of one block mostly: a division takes longer than all else here.
+        if not block * b <= place[j] < block * b + b or block < 0:
+            block = place[j] // b
+            start = np.int64(tag[block]) * b if 0 <= tag[block] < num_blocks else np.int64(-1)
+        scale = bfloat16_at(scales, place[j])
+        if start < 0:
+            for c in range(d):
+                tile[j, c] *= scale
+            continue
+        other = start + place[j] - block * b
+        to_float32(pool + other * size, spare, d, kind)
+        more = bfloat16_at(scales, other)
+        for c in range(d):
+            tile[j, c] = tile[j, c] * scale + tile[ROWS, c] * more
+
+
+@no_type_check
 @numba.njit(inline="always")
 def _start(block, num_blocks, b):
     """A block's first row; of one that is nowhere the nearest one's."""
@@ -282,9 +322,9 @@ def _start(block, num_blocks, b):
 
 @no_type_check
 @numba.njit(fastmath=FAST, error_model="numpy")
-def _merge(row, frame, r, d, keys):
+def _merge(row, frame, r, d, keys, fine):
     """Attention of a head of what its pieces gave, and metrics with what its KVs received."""
-    _ = literally(r), literally(d), literally(keys)
+    _ = literally(r), literally(d), literally(keys), literally(fine)
     rows, max_blocks = calls.sizes(frame, 1)[0], calls.sizes(frame, 1)[1]
     most_pieces = _pieces(_room(frame))
     length = _length(frame, row)
@@ -312,7 +352,7 @@ def _merge(row, frame, r, d, keys):
     if calls.num_results(frame) <= _METRIC:
         return
     # Of sequences that are not observed it is 0.
-    power = int32s(calls.argument(frame, 7 if keys >= INT8 else 5))[row]
+    power = int32s(calls.argument(frame, (8 if fine else 7) if keys >= INT8 else 5))[row]
     if power == 0:
         return
     table = carray(int32s(calls.argument(frame, 1)), (rows, max_blocks))[row]
