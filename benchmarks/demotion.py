@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,22 @@ MOST = 1e30
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(prog="python -m benchmarks.demotion", description=__doc__)
+    parser = parser_of("demotion", __doc__, "of what stays, in the lower type")
+    add = parser.add_argument
+    add("--high", default="int8", help="type of the others (%(default)s)")
+    add("--low", default="int4", help="the lower type (%(default)s)")
+    add("--equal-to", default="8,32", help="rates of a cache all in the higher (%(default)s)")
+    options = parsed(parser, arguments)
+    options.equal_to = numbers("equal-to", options.equal_to, float)
+    for rate in options.equal_to:
+        check_number("--equal-to", rate, 1)
+    check_cache_dtypes([options.high, options.low])
+    return options
+
+
+def parser_of(name: str, doc: str | None, shares: str) -> ArgumentParser:
+    """The options of a benchmark that shares of blocks, which it calls so, are given to."""
+    parser = ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
     add_model_options(parser)
     add_calibration_option(parser)
     add = parser.add_argument
@@ -64,20 +79,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="matched:predicted-reads-blind",
         help="of the form matched:… (%(default)s)",
     )
-    add("--shares", default="0,0.25,0.5,0.75,1", help="in the lower type (%(default)s)")
-    add("--high", default="int8", help="type of the others (%(default)s)")
-    add("--low", default="int4", help="the lower type (%(default)s)")
-    add("--equal-to", default="8,32", help="rates of a cache all in the higher (%(default)s)")
-    add("--out", type=Path, default=Path("demotion.jsonl"), help="results file (%(default)s)")
+    add("--shares", default="0,0.25,0.5,0.75,1", help=f"{shares} (%(default)s)")
+    add("--out", type=Path, default=Path(f"{name}.jsonl"), help="results file (%(default)s)")
     add_row_options(parser, parser.add_argument_group("prompts"), usual=USUAL, target_tokens=64)
+    return parser
+
+
+def parsed(parser: ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """What was given for them, checked."""
     options = parser.parse_args(arguments)
     options.shares = numbers("shares", options.shares, float)
     for share in options.shares:
         check_number("--shares", share, 0, 1)
-    options.equal_to = numbers("equal-to", options.equal_to, float)
-    for rate in options.equal_to:
-        check_number("--equal-to", rate, 1)
-    check_cache_dtypes([options.high, options.low])
     fill_in(options, USUAL)
     check_model_options(options)
     check_rows(options)
@@ -156,9 +169,6 @@ def measured(
     from kvjax.cache import get_method
     from kvjax.cache.methods.names import METHODS
     from kvjax.eval.evaluator import Evaluator
-    from kvjax.eval.results import OF_WEIGHTS, ResultsFile
-    from kvjax.eval.rows import Skipped
-    from kvjax.eval.run import run, tokenised
     from kvjax.eval.sizes import EvaluatorConfig, Variant
 
     # What can be refused without a model is refused before one is loaded.
@@ -166,27 +176,53 @@ def measured(
     METHODS.update(
         {name: demoting(base, x, options.high, options.low, name) for name, x in shares.items()}
     )
-    model, dtype = load_chosen_model(options, progress)
-    rates = {name: rates_of(options, x, model.config.head_dim) for name, x in shares.items()}
-    calibration = chosen_calibration(options, model, [base], progress)
-    artefacts = {} if calibration is None else calibration.on_device()
+    rates: dict[str, list[float]] = {}
+
+    def variants_of(model: Any) -> list[Any]:
+        rates.update(
+            (name, rates_of(options, x, model.config.head_dim)) for name, x in shares.items()
+        )
+        return [Variant(name, rate) for name, own in rates.items() for rate in own]
+
     config = EvaluatorConfig(block_size=BLOCK, free_tokens=0, answers=False)
-    evaluator = Evaluator(model, config, artefacts)
+    settings = {"method": options.method, "high": options.high}
+    return rates, evaluated(options, Evaluator, config, variants_of, settings, progress)
+
+
+def evaluated(
+    options: argparse.Namespace,
+    kind: Callable[..., Any],
+    config: Any,
+    variants_of: Callable[[Any], list[Any]],
+    settings: dict[str, Any],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Results of a model's variants of a method, and of its full cache, by an evaluator of a kind
+    and a configuration; those that the file of results has are not computed again."""
+    from kvjax.cache import get_method
+    from kvjax.eval.results import OF_WEIGHTS, ResultsFile
+    from kvjax.eval.rows import Skipped
+    from kvjax.eval.run import run, tokenised
+    from kvjax.eval.sizes import Variant
+
+    base = get_method(options.method)
+    model, dtype = load_chosen_model(options, progress)
+    variants = [Variant("full", 1.0), *variants_of(model)]
+    calibration = chosen_calibration(options, model, [base], progress)
+    evaluator = kind(model, config, {} if calibration is None else calibration.on_device())
     progress("prompts")
     skipped = Skipped()
     rows = tokenised(evaluator, collect_rows(options, model.tokenizer, skipped), skipped)
     for reason in skipped.reasons:
         print(f"skipped {reason}", file=sys.stderr)
-    variants = [Variant("full", 1.0)]
-    variants += [Variant(name, rate) for name, own in rates.items() for rate in own]
-    settings = {"model": model.config.name, OF_WEIGHTS: model.fingerprint, "dtype": dtype}
-    settings |= {"method": options.method, "high": options.high}
+    of_model = {"model": model.config.name, OF_WEIGHTS: model.fingerprint, "dtype": dtype}
+    settings = {**of_model, **settings}
     if calibration is not None:
         settings["calibration"] = calibration.digest(base.calibrated)
     protocols = choose_protocols(options.protocols)
     with ResultsFile(options.out, settings) as file:
         run(evaluator, rows, protocols, variants, file, TimeLeft(progress))
-        return rates, file.results
+        return file.results
 
 
 def lines(

@@ -78,8 +78,9 @@ class Cut:
             cache, admitted = self._admit(cache, slot, variant)
             free = np.asarray(cache.free.count)
             if cache.kv.fine is not None:
-                # What is compared is what each holds in a pool that has room.
-                free = free - np.asarray(cache.kv.fine.count)
+                # What is compared is what each holds in a pool that has room: in one where a block
+                # is left, nobody lost any.
+                free = free - np.asarray(cache.kv.fine.count) - 1
             enough = admitted is not None and (free >= reserve * (slot + 1)).all()
             if not enough:
                 cache = run.evaluator.emptied(cache, np.arange(config.num_slots) == slot)

@@ -39,6 +39,9 @@ from kvjax.models.rope import rope_artefacts
 class Evaluator:
     """A loaded model and what was compiled for it."""
 
+    cut: type[Cut] = Cut
+    """What compresses a row."""
+
     def __init__(
         self,
         model: LoadedModel,
@@ -233,7 +236,7 @@ class RowRun:
         # A block more: what a head holds of the prompt need not end with a full one.
         spare = self.evaluator.config.block_size
         most = self.size + padded_size(max(1, growth), 64) + spare
-        cuts = Cut(self, cut, chunk, fed, room, growth)
+        cuts = self.evaluator.cut(self, cut, chunk, fed, room, growth)
         for stored in dict.fromkeys(variant.cache_dtype for variant in variants):
             cache = self.evaluator.empty_cache(most, stored)
             # Slots of a like size side by side: those that hold little come in larger batches.

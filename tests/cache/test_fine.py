@@ -14,6 +14,7 @@ from kvjax import cache as kv
 from kvjax.cache.store import (
     CacheSpec,
     FreeBlocks,
+    KVPool,
     Refined,
     drop_blocks,
     refined_blocks,
@@ -299,6 +300,20 @@ def test_a_full_pool_is_one_of_fewer_bits():
     assert (cache.kv.read(cache.block_table)[0] == plain.kv.read(plain.block_table)[0]).all()
 
 
+def test_a_prompt_without_room_changes_nothing():
+    """One that outgrows the table: no block that is there gets finer codes of what is not."""
+    cache, metric, rows = prompted()
+    for _ in range(2):
+        cache, ok = jitted("write_prompt")(cache, 0, *rows, metric, T - 2)
+    cache = taken(cache, int(cache.free.count[0]))
+    cache = drop_blocks(cache, jnp.asarray([b for b in range(N) if b not in owned_by(cache, 0)]))
+    before = held(cache)
+    cache, ok = jitted("write_prompt")(cache, 0, *rows, metric, T)
+    after = held(cache)
+    assert not ok
+    assert all((after[at][0] == row).all() and not tag for at, (row, tag) in before.items())
+
+
 def test_more_is_worth_more_across_sequences():
     """A second prompt whose metrics are larger takes the finer codes of the first."""
     blocks = L * H * T // B
@@ -339,6 +354,41 @@ def test_copies_of_shared_blocks_have_finer_codes_too():
     after = held(cache)
     assert all((after[0, *at][0] == row).all() for at, row in before.items())
     assert all((after[1, *at][0] == row).all() for at, row in before.items())
+
+
+def test_new_blocks_of_running_sequences_have_finer_codes():
+    cache, _, _ = prompted()
+    rows = rows_of(np.random.default_rng(1), L, S, H)
+    cache, ok = jitted("append")(cache, *rows, jnp.asarray([True, False, True]))
+    kv.check_invariants(cache)
+    assert ok
+    assert (np.asarray(refined_blocks(cache)) == [[[T // B + 1]], [[0]], [[1]]]).all()
+    for slot, position in ((0, T), (2, 0)):
+        for layer, head in np.ndindex(L, H):
+            found, _ = held(cache)[slot, layer, head, position]
+            assert np.abs(found - [x[layer, slot, head] for x in rows]).max() < 0.3
+
+
+def test_what_is_coded_twice_is_coded_of_float32():
+    """Codes of rows of bfloat16 hold what bfloat16 rounds away of their sum."""
+    codec = kv.as_codec("int4", "bfloat16")
+    pool = KVPool.empty(Refined(codes=codec), 2, B, D)
+    pool = dataclasses.replace(pool, fine=one_pair())
+    k, v = (jnp.asarray(x, jnp.bfloat16) for x in rows_of(np.random.default_rng(3), 1, B))
+    at = jnp.zeros(1, jnp.int32)
+    pool = pool.write((at,), k, v)
+    exact = kv.as_codec("int4", "float32")
+    coarse = exact.decode(exact.encode(k))
+    want = coarse + exact.decode(exact.encode(k.astype(jnp.float32) - coarse))
+    rows = pool.operands[0].factors(at).rows
+    np.testing.assert_allclose(exact.turned(rows), want, atol=1e-6)
+    assert pool.read(at)[0].dtype == jnp.bfloat16
+
+
+def one_pair() -> FineBlocks:
+    """Of two blocks the first is owned, and its finer codes are in the second."""
+    free = FreeBlocks.every(2).without(jnp.int32(1))
+    return FineBlocks.none(2).grown(jnp.zeros(1, jnp.int32), free)
 
 
 def test_what_is_saved_has_the_fewer_bits():

@@ -411,6 +411,16 @@ def test_one_slot_suffices(tiny_model):
     assert slots_for(tiny_model, 100) == 16
 
 
+def test_finer_codes_are_held_and_counted(tiny_model):
+    """Variants that would take them from each other come one after the other."""
+    variants = [Variant("full", 1.0, kind) for kind in ("int4", "int4+")]
+    variants += [Variant("random", 1.0 + i / 8, "int4+") for i in range(7)]
+    results = run_row(Evaluator(tiny_model, CONFIG), make_row(), ["chat"], variants)
+    block = 4 * (2 * (TINY.head_dim // 2 + 2) + 8)
+    for (_, method, _), result in results.items():
+        assert result["bytes"] == result["blocks"] * block * (1 + ("+" in method))
+
+
 @pytest.mark.slow
 def test_more_variants_than_slots_and_equal_cuts(evaluator):
     """Batches of four; a row without question, suffix and prefix has one cut for all protocols."""
