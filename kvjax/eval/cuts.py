@@ -75,13 +75,15 @@ class Cut:
         while pending and len(batch) < config.num_slots:
             variant = pending[0]
             slot = len(batch)
+            if batch and cache.kv.fine is not None:
+                # What is compared is what each holds in a pool that has room for finer codes, too:
+                # one that came in vain would have taken those of others.
+                keep = kept_blocks(variant, self.cut, run.evaluator.heads, config)
+                most = 2 * np.minimum(heads * -(-self.cut // b), keep)
+                if (_vacant(cache) < most + reserve * (slot + 1)).any():
+                    break
             cache, admitted = self._admit(cache, slot, variant)
-            free = np.asarray(cache.free.count)
-            if cache.kv.fine is not None:
-                # What is compared is what each holds in a pool that has room: in one where a block
-                # is left, nobody lost any.
-                free = free - np.asarray(cache.kv.fine.count) - 1
-            enough = admitted is not None and (free >= reserve * (slot + 1)).all()
+            enough = admitted is not None and (_vacant(cache) >= reserve * (slot + 1)).all()
             if not enough:
                 cache = run.evaluator.emptied(cache, np.arange(config.num_slots) == slot)
                 if not batch:
@@ -287,3 +289,9 @@ class Cut:
         text = self.run.model.tokenizer.decode(tokens)
         # A stop text at the very beginning is passed over, as by `finish_answer`.
         return any(stop in text.lstrip("\n") for stop in self.run.row.stop)
+
+
+def _vacant(cache) -> np.ndarray:
+    """Blocks of each shard that nobody owns and that hold no finer codes of others."""
+    free, fine = np.asarray(cache.free.count), cache.kv.fine
+    return free if fine is None else free - np.asarray(fine.count)

@@ -14,6 +14,7 @@ from kvjax import cache as kv
 from kvjax.cache.store import (
     CacheSpec,
     FreeBlocks,
+    Integers,
     KVPool,
     Refined,
     drop_blocks,
@@ -371,13 +372,12 @@ def test_new_blocks_of_running_sequences_have_finer_codes():
 
 def test_what_is_coded_twice_is_coded_of_float32():
     """Codes of rows of bfloat16 hold what bfloat16 rounds away of their sum."""
-    codec = kv.as_codec("int4", "bfloat16")
-    pool = KVPool.empty(Refined(codes=codec), 2, B, D)
+    pool = KVPool.empty(Refined(codes=Integers("bfloat16", bits=4)), 2, B, D)
     pool = dataclasses.replace(pool, fine=one_pair())
     k, v = (jnp.asarray(x, jnp.bfloat16) for x in rows_of(np.random.default_rng(3), 1, B))
     at = jnp.zeros(1, jnp.int32)
     pool = pool.write((at,), k, v)
-    exact = kv.as_codec("int4", "float32")
+    exact = Integers(bits=4)
     coarse = exact.decode(exact.encode(k))
     want = coarse + exact.decode(exact.encode(k.astype(jnp.float32) - coarse))
     rows = pool.operands[0].factors(at).rows
