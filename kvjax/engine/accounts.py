@@ -8,17 +8,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
+KEPT_FREE, KEPT_FOR_CODES = 100, 10
+"""One block of so many of each shard is left free of prompts, so that those that run can grow; and
+where free blocks hold finer codes of others: with a tenth of these most of what all are good for is
+there (docs/results.md)."""
+
 
 class Accounts:
     """Free blocks, and what the sequence in each slot holds and will need, as last reported."""
 
     def __init__(
-        self, num_slots: int, num_blocks: Sequence[int], heads: Sequence[int] | None = None
+        self,
+        num_slots: int,
+        num_blocks: Sequence[int],
+        heads: Sequence[int] | None = None,
+        kept_free: int = KEPT_FREE,
     ):
         self.num_blocks = np.asarray(num_blocks, np.int64)
         """Blocks of each shard [P]."""
         self.heads = np.asarray([1] * len(self.num_blocks) if heads is None else heads, np.int64)
         """KV heads of each shard, over all layers [P]; by default each has as many."""
+        self.kept_free = kept_free
+        """One block of so many stays free where others run."""
         self.free = self.num_blocks.copy()
         """Blocks that nobody owns [P]."""
         self.owned = np.zeros((num_slots, len(self.num_blocks)), np.int64)
@@ -54,9 +65,9 @@ class Accounts:
     def have(self, blocks: int) -> bool:
         """Whether a sequence of so many blocks has room beside the growth of those that run.
 
-        A hundredth of each shard stays free.
+        Of each shard one block of `kept_free` stays free.
         """
-        spare = self.num_blocks // 100
+        spare = self.num_blocks // self.kept_free
         return bool((self.free >= self.spread(blocks) + self.growth.sum(0) + spare).all())
 
     def take(self, slot: int, blocks: int, longest: int) -> None:

@@ -13,6 +13,7 @@ from typing import cast
 import jax
 
 from kvjax.cache.policy import DecodeRule, Method
+from kvjax.engine.accounts import KEPT_FOR_CODES, KEPT_FREE
 from kvjax.engine.agreement import Agreement, Ending
 from kvjax.engine.beside import Beside
 from kvjax.engine.calls import num_top
@@ -67,7 +68,8 @@ class Engine:
     ):
         self.config, self.worker, self.tokenizer, self.clock = config, worker, tokenizer, clock
         shards = [worker.shard_blocks] * worker.num_shards
-        self.scheduler = Scheduler(config, shards, worker.shard_heads)
+        kept_free = KEPT_FOR_CODES if worker.cache.kv.fine is not None else KEPT_FREE
+        self.scheduler = Scheduler(config, shards, worker.shard_heads, kept_free)
         self.metrics = EngineMetrics(sum(shards))
         self.intake, self.owner = Intake(config.max_waiting, config.max_batch), Owner()
         self.keeper = Keeper(config, worker, self.scheduler)

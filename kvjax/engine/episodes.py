@@ -175,10 +175,12 @@ def _check_room(llm: "LLM", request: Request, number: int) -> None:
         )
     assert request.budget is not None
     cache = min(request.budget, request.blocks_whole(request.length))
-    # A hundredth of the pool stays free. A question begins with a block of each head, and has
-    # another to grow into.
-    needs = -(-100 * ((number + 1) * cache + 2 * request.heads) // 99)
-    if not llm.scheduler.accounts.could_hold(needs):
+    # A part of the pool stays free. A question begins with a block of each head, and has another to
+    # grow into.
+    accounts = llm.scheduler.accounts
+    part = accounts.kept_free
+    needs = -(-part * ((number + 1) * cache + 2 * request.heads) // (part - 1))
+    if not accounts.could_hold(needs):
         pool = -(-needs // request.heads) * request.block_size
         raise UserError(
             f"{number} caches of {cache} blocks and a question need {needs} blocks, and the pool "

@@ -10,13 +10,14 @@ of it noted here, before the next is asked for, since that may depend on it.
 """
 
 import bisect
+import functools
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from kvjax.engine.accounts import Accounts
+from kvjax.engine.accounts import KEPT_FREE, Accounts
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decisions import (
     Begin,
@@ -67,9 +68,12 @@ class Scheduler:
         config: EngineConfig,
         num_blocks: Sequence[int],
         heads: Sequence[int] | None = None,
+        kept_free: int = KEPT_FREE,
     ):
         self._config = config
-        self._num_blocks, self._heads = tuple(num_blocks), heads
+        self._new_accounts = functools.partial(
+            Accounts, config.num_rows, tuple(num_blocks), heads, kept_free
+        )
         self.waiting: list[Request] = []
         """In the order they came."""
         self.prefilling: Request | None = None
@@ -87,7 +91,7 @@ class Scheduler:
         self.waiting, self.prefilling, self.running = waiting, None, []
         self.job: Job | None = None
         """How far the prefilling request is; None before it has begun."""
-        self.accounts = Accounts(self._config.num_rows, self._num_blocks, self._heads)
+        self.accounts = self._new_accounts()
         self._slots = list(range(self._config.max_batch))
         rows = range(self._config.max_batch, self._config.num_rows)
         self.prefixes = Prefixes(rows, self._config.share_grain)

@@ -370,6 +370,24 @@ def test_new_blocks_of_running_sequences_have_finer_codes():
             assert np.abs(found - [x[layer, slot, head] for x in rows]).max() < 0.3
 
 
+def test_the_newest_take_the_room_of_the_cheapest():
+    """Eight free blocks hold finer codes: four are taken, and four hold those of these."""
+    cache, metric, _ = prompted()
+    cache = taken(cache, N - L * H * T // B - 2 * L * H)
+    rows = rows_of(np.random.default_rng(1), L, S, H)
+    cache, ok = jitted("append")(cache, *rows, jnp.asarray([True, False, False]))
+    refined = np.asarray(tags(cache).of(cache.block_table[0])) < N
+    assert ok
+    assert refined[..., T // B].all()
+    assert not refined[..., : T // B].any()
+    cache, _, _ = prompted()
+    cache = taken(cache, N - L * H * T // B - 3 * L * H)
+    cache, ok = jitted("append")(cache, *rows, jnp.asarray([True, False, False]))
+    refined = np.asarray(tags(cache).of(cache.block_table[0]))[..., : T // B] < N
+    costs = metric.reshape(L, H, T // B, B).max(-1)
+    assert sorted(costs[refined]) == sorted(costs.ravel())[-L * H :]
+
+
 def test_what_is_coded_twice_is_coded_of_float32():
     """Codes of rows of bfloat16 hold what bfloat16 rounds away of their sum."""
     pool = KVPool.empty(Refined(codes=Integers("bfloat16", bits=4)), 2, B, D)

@@ -24,24 +24,12 @@ def rounds(llm, prompts, tokens: int):
     return held, refined
 
 
-@pytest.mark.parametrize(
-    ("compression", "prompts", "given"),
-    [
-        (CAPPED, (30, 100), {"max_len": 128, "prefill_scratch": 64}),
-        # Blocks run out: those with finer codes are free, as ever, and sequences are preempted.
-        pytest.param(
-            FULL, (30, 25, 28), {"pool_tokens": 72, "max_len": 64}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["compressed", "preempted"],
-)
-def test_finer_codes_take_no_block_from_anybody(tiny_params, compression, prompts, given):
+def test_finer_codes_take_no_block_from_anybody(tiny_params):
     """Which KVs are held and which blocks are free is what it is without them, round by round."""
     found = []
     for stored in ("int4", "int4+"):
-        llm = make_llm(tiny_params, compression, cache_dtype=stored, **given)
-        found.append(rounds(llm, prompts_of(*prompts), 16))
-        assert (llm.metrics.as_dict()["kvjax_preemptions_total"] > 0) == (compression is FULL)
+        llm = make_llm(tiny_params, CAPPED, cache_dtype=stored, max_len=128, prefill_scratch=64)
+        found.append(rounds(llm, prompts_of(30, 100), 16))
         assert_empty(llm)
     (held, _), (held_too, refined) = found
     assert held == held_too
@@ -49,6 +37,26 @@ def test_finer_codes_take_no_block_from_anybody(tiny_params, compression, prompt
     fine, blocks = llm.worker.cache.kv.fine, llm.worker.cache.num_blocks
     assert fine is not None
     assert (np.asarray(fine.tag) == blocks).all()
+
+
+@pytest.mark.slow
+def test_sequences_are_preempted_as_ever(tiny_params):
+    """Blocks run out: those with finer codes are free, and go first."""
+    given = {"pool_tokens": 72, "max_len": 64}
+    llm = make_llm(tiny_params, FULL, cache_dtype="int4+", **given)
+    _, refined = rounds(llm, prompts_of(30, 25, 28), 16)
+    assert llm.metrics.as_dict()["kvjax_preemptions_total"] > 0
+    assert max(refined) > min(refined[:-1])
+    assert_empty(llm)
+
+
+def test_prompts_leave_room_for_finer_codes(tiny_params):
+    """Beside others a prompt is let in where a tenth of the pool stays free."""
+    for stored, kept in (("int4", 100), ("int4+", 10)):
+        accounts = make_llm(tiny_params, FULL, cache_dtype=stored).scheduler.accounts
+        most = accounts.num_free - accounts.num_free // kept
+        assert accounts.have(most)
+        assert not accounts.have(most + 1)
 
 
 @pytest.mark.slow

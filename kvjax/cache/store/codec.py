@@ -1,7 +1,7 @@
 """How keys and values become what the pool stores, and what attention reads of it."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -164,33 +164,25 @@ class Rounded(Plain):
 
 
 @dataclasses.dataclass(frozen=True)
-class Windowed(Codec):
-    """Codes of all KVs, and beside the pool the newest of each head as they are computed.
-
-    Source: KIVI (2024), algorithm 1, "residual": the newest tokens in full precision. There they
-    are coded when they leave it; here they are coded at once, and attention reads them instead.
-    """
+class OfCodes(Codec):
+    """Codes of all KVs, and something more precise of some."""
 
     codes: Codec = Codec()
     """What stores the pool."""
-    size: int = 16
+    beside: ClassVar[tuple[str, str]]
+    """What rows as they are have none of, and a name that has."""
 
     def __post_init__(self):
         """
         Raises:
-            UserError: there are no codes, or no such window.
+            UserError: there are no codes.
         """
         if isinstance(self.codes, Plain):
+            what, name = self.beside
             raise UserError(
-                f"cache_dtype {self.name}: {self.codes.name} has no codes that a window could "
-                f"stand in for; give {self.codes.name}, or int4w16"
+                f"cache_dtype {self.name}: {self.codes.name} has no codes that {what}; give "
+                f"{self.codes.name}, or {name}"
             )
-        check_whole(f"cache_dtype {self.name}: a window of", self.size, 1)
-
-    @property
-    def name(self) -> str:
-        """As "int4w16"."""
-        return f"{self.codes.name}w{self.size}"
 
     @property
     def of_keys(self) -> Codec:
@@ -205,38 +197,51 @@ class Windowed(Codec):
         return self.codes.of_pool
 
     @property
-    def window(self) -> int:
-        return self.size
-
-    @property
     def refines(self) -> bool:
         return self.codes.refines
 
-    def decoding_to(self, dtype: str) -> "Windowed":
-        return Windowed(dtype, self.codes.decoding_to(dtype), self.size)
+    def decoding_to(self, dtype: str) -> "OfCodes":
+        return dataclasses.replace(self, dtype=dtype, codes=self.codes.decoding_to(dtype))
 
     def check(self, head_dim: int) -> None:
         self.codes.check(head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class Refined(Codec):
-    """Codes of all KVs, and in blocks that are free finer codes of those that are worth most
-    (`kvjax.cache.store.fine`)."""
+class Windowed(OfCodes):
+    """Codes of all KVs, and beside the pool the newest of each head as they are computed.
 
-    codes: Codec = Codec()
-    """What stores the pool: rows, and what it misses of them."""
+    Source: KIVI (2024), algorithm 1, "residual": the newest tokens in full precision. There they
+    are coded when they leave it; here they are coded at once, and attention reads them instead.
+    """
+
+    size: int = 16
+    beside = "a window could stand in for", "int4w16"
 
     def __post_init__(self):
         """
         Raises:
-            UserError: there are no codes.
+            UserError: there are no codes, or no such window.
         """
-        if isinstance(self.codes, Plain):
-            raise UserError(
-                f"cache_dtype {self.name}: {self.codes.name} has no codes that could be finer; "
-                f"give {self.codes.name}, or int4+"
-            )
+        super().__post_init__()
+        check_whole(f"cache_dtype {self.name}: a window of", self.size, 1)
+
+    @property
+    def name(self) -> str:
+        """As "int4w16"."""
+        return f"{self.codes.name}w{self.size}"
+
+    @property
+    def window(self) -> int:
+        return self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Refined(OfCodes):
+    """Codes of all KVs, and in blocks that are free finer codes of those that are worth most, coded
+    as these are (`kvjax.cache.store.fine`)."""
+
+    beside = "could be finer", "int4+"
 
     @property
     def name(self) -> str:
@@ -244,23 +249,5 @@ class Refined(Codec):
         return f"{self.codes.name}+"
 
     @property
-    def of_keys(self) -> Codec:
-        return self.codes.of_keys
-
-    @property
-    def of_values(self) -> Codec:
-        return self.codes.of_values
-
-    @property
-    def of_pool(self) -> Codec:
-        return self.codes
-
-    @property
     def refines(self) -> bool:
         return True
-
-    def decoding_to(self, dtype: str) -> "Refined":
-        return Refined(dtype, self.codes.decoding_to(dtype))
-
-    def check(self, head_dim: int) -> None:
-        self.codes.check(head_dim)

@@ -119,12 +119,11 @@ class KVPool:
         same = [jnp.all(new == old, axis=-1) for new, old in zip((k, v), self.read(blocks))]
 
         def chosen(same, old, new):
-            def kept(old, new):
-                return jnp.where(
-                    same.reshape(*same.shape, *(1,) * (old.ndim - same.ndim)), old, new
-                )
+            def of_array(old, new):
+                mask = same.reshape(*same.shape, *(1,) * (old.ndim - same.ndim))
+                return jnp.where(mask, old, new)
 
-            return jax.tree.map(kept, old, new)
+            return jax.tree.map(of_array, old, new)
 
         parts = self._encoded(k, v)
         places = [blocks] if self.fine is None else [blocks, self.fine.of(blocks)]

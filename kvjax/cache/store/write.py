@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.store.counting import running_count
+from kvjax.cache.store.fine import FineBlocks
+from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.grow import grow
 from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks
 from kvjax.cache.store.pool import scattered
@@ -138,9 +140,7 @@ def _refined(
     those that have them and those that a prompt has just claimed (`write_prompt`)."""
     fine, n, b = cache.kv.fine, cache.num_blocks, cache.block_size
     assert fine is not None
-    owned = (fine.tag < n) & ~cache.free.mask
-    worth = jnp.where(owned, jnp.max(cache.metric, axis=-1), -jnp.inf)
-    rank = jnp.arange(kept_index.shape[-1], dtype=jnp.int32)
+    worth, rank = _worths(cache), jnp.arange(kept_index.shape[-1], dtype=jnp.int32)
     logical = old_len[..., None] + rank
     # Of a block that held KVs before these have no finer codes.
     new = (rank < kept_len[..., None]) & (logical // b * b >= old_len[..., None])
@@ -149,6 +149,32 @@ def _refined(
     worth = worth.at[jnp.where(new, block, n)].max(of_kvs, mode="drop")
     fine, free = fine.arranged(worth, cache.free)
     return dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine), free=free)
+
+
+def _refined_new(cache: PagedCache, ids: Int32[Array, "*n"]) -> PagedCache:
+    """The cache with room for finer codes of some blocks that were just taken. The newest KVs lose
+    more to codes than all others (docs/methods.md, a residual window): where there is no other
+    room, they have that of the cheapest."""
+    fine, free, n = cache.kv.fine, cache.free, cache.num_blocks
+    assert fine is not None
+
+    def arranged() -> tuple[FineBlocks, FreeBlocks]:
+        return fine.arranged(_worths(cache).at[ids].set(jnp.inf, mode="drop"), free)
+
+    vacant, wanted = free.count[0] - fine.count[0], jnp.sum(ids < n)
+    short = (wanted > vacant) & (free.count[0] > 0)
+    refined = jax.lax.cond(short, arranged, lambda: (fine.grown(ids, free), free))
+    kv = dataclasses.replace(cache.kv, fine=refined[0])
+    return dataclasses.replace(cache, kv=kv, free=refined[1])
+
+
+def _worths(cache: PagedCache) -> Float[Array, " N"]:
+    """What the finer codes of each block are worth that has them: its largest metric; −inf of
+    others."""
+    fine = cache.kv.fine
+    assert fine is not None
+    owned = (fine.tag < cache.num_blocks) & ~cache.free.mask
+    return jnp.where(owned, jnp.max(cache.metric, axis=-1), -jnp.inf)
 
 
 def _ascends(
@@ -198,8 +224,7 @@ def begin_append(
     ids = jnp.where(ok & needs_block, cache.free.peek(rank), n)
     cache = claim(cache, ids)
     if cache.kv.fine is not None:
-        fine = cache.kv.fine.grown(ids, cache.free)
-        cache = dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine))
+        cache = _refined_new(cache, ids)
     slot, layer, head = jnp.indices(length.shape, sparse=True)
     column = jnp.where(ok & needs_block, length // b, big_m)
     table = table.at[slot, layer, head, column].set(ids, mode="drop")
