@@ -23,7 +23,7 @@ QUICK = [
     Variant("full", 1.0),
     Variant("kvzip-plus", 2.0),
     Variant("speckv", 2.0),
-    Variant(CALIBRATED, 3.0, "int4w8"),
+    Variant(CALIBRATED, 3.0, "int4+w8"),
 ]
 VARIANTS = [
     Variant("full", 1.0),
