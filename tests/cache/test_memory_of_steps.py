@@ -100,12 +100,14 @@ def test_no_method_copies_the_pool(step, method):
     assert temporaries(step, method) < 1 / 10
 
 
-@pytest.mark.parametrize(("step", "method"), [(decode, METHODS[1]), (chunk, METHODS[1])])
-def test_a_window_copies_no_pool_of_codes(step, method, monkeypatch):
-    windowed = partial(abstract_cache, codec=as_codec("int8w16", "float32"))
-    monkeypatch.setattr(f"{__name__}.abstract_cache", windowed)
+@pytest.mark.parametrize(
+    ("step", "stored"), [(decode, "int8w16"), (chunk, "int8w16"), (decode, "int4+")]
+)
+def test_what_is_beside_codes_copies_no_pool_of_them(step, stored, monkeypatch):
+    coded = partial(abstract_cache, codec=as_codec(stored, "float32"))
+    monkeypatch.setattr(f"{__name__}.abstract_cache", coded)
     # Codes of keys, or of values, are more than two fifths of the pool.
-    assert temporaries(step, method) < 1 / 3
+    assert temporaries(step, METHODS[1]) < 1 / 3
 
 
 IN_PLACE = {"scatter", "scatter-add", "scan", "while", "cond", "jit", "pjit", "ffi_call"}
