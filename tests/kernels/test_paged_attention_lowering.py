@@ -116,6 +116,16 @@ def test_why_no_kernel_reads_codes_is_said(forms, d: int, said: str) -> None:
     assert why.startswith(f"xla: mosaic_gpu does not serve {said}")
 
 
+def test_no_kernel_of_a_device_reads_finer_codes() -> None:
+    shape = spec.Shape(4, 2, 4, 64, 97, 16, 12, "bfloat16", ("int4", "int4"))
+    q, k, v, *rest = cases.coded(shape, metric=False)
+    tag = jax.ShapeDtypeStruct((97,), jnp.int32)
+    finer = (dataclasses.replace(x, fine=tag) for x in (k, v))
+    with jax.sharding.use_abstract_mesh(H200):
+        why = explain(paged_attention, q, *finer, *rest)
+    assert why.startswith("xla: mosaic_gpu does not serve int4+ pools, served are int8")
+
+
 def test_lowers_for_h200_with_two_halves_of_many_query_heads() -> None:
     """Queries of float32 pools are two halves, each of two tiles from 9 query heads on."""
     shape = dataclasses.replace(spec.FAMILIES["float32 d=96"], group=9)
