@@ -22,6 +22,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demotion import refuse_refined
 from kvjax.checks import check_whole
 from kvjax.cli import ArgumentParser, run_script
 from kvjax.errors import UserError
@@ -110,6 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     types = list(dict.fromkeys(options.types.split(",")))
     check_cache_dtypes(types)
+    refuse_refined("--types", types)
     model = load_model(options.model)
     texts = [text for path in options.data for text in read_texts(path)]
     ids = []

@@ -5,7 +5,8 @@
 
 The same model decodes behind the same prompts with one pool per type, nothing evicted. Rounds are
 interleaved, so that what else the machine does meets all of them, and so are calls of attention
-alone, over lengths of the same size. Compiling is not timed. The last line is one JSON object.
+alone, over lengths of the same size. Types with finer codes (`int4+`) have room for them of all
+KVs. Compiling is not timed. The last line is one JSON object.
 """
 
 from kvjax.startup import guard
@@ -13,6 +14,7 @@ from kvjax.startup import guard
 guard(__name__)
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -49,15 +51,19 @@ def engine_rounds(options: argparse.Namespace, types: list[str]) -> dict[str, di
     length = options.tokens + options.steps + 16
     sizes = EngineConfig(
         max_batch=options.sequences, max_len=length, prefill_chunk=2048, prefill_scratch=2048,
-        pool_tokens=options.sequences * length, decode_steps_per_sync=16,
+        decode_steps_per_sync=16,
     )  # fmt: skip
+    pools = {kind: room(kind) * options.sequences * length for kind in types}
     rng = np.random.default_rng(0)
     prompts = [
         rng.integers(10, 10_000, options.tokens).astype(np.int32) for _ in range(options.sequences)
     ]
     sampling = SamplingParams(max_tokens=options.steps + 1, ignore_eos=True, detokenize=False)
     name = 'kvjax_seconds_total{phase="decode"}'
-    engines = {kind: LLM(model, config=sizes, cache_dtype=kind) for kind in types}
+    engines = {
+        kind: LLM(model, config=dataclasses.replace(sizes, pool_tokens=tokens), cache_dtype=kind)
+        for kind, tokens in pools.items()
+    }
     seconds: dict[str, list[float]] = {kind: [] for kind in types}
     for number in range(options.rounds + 1):
         for kind, llm in engines.items():
@@ -98,7 +104,7 @@ def attention_rounds(options: argparse.Namespace, types: list[str]) -> dict[str,
     for kind in types:
         cache = init_cache(
             num_slots=options.sequences, num_layers=1, num_kv_heads=heads, head_dim=d,
-            num_blocks=options.sequences * heads * width, max_blocks_per_head=width,
+            num_blocks=room(kind) * options.sequences * heads * width, max_blocks_per_head=width,
             codec=as_codec(kind, "float32"),
         )  # fmt: skip
         for slot in range(options.sequences):
@@ -116,6 +122,13 @@ def attention_rounds(options: argparse.Namespace, types: list[str]) -> dict[str,
             call()
             seconds[kind].append(time.perf_counter() - start)
     return {kind: {"attention_ms": summary(seconds[kind])} for kind in types}
+
+
+def room(kind: str) -> int:
+    """How many times the blocks of all KVs a pool of a type has."""
+    from kvjax.cache import as_codec
+
+    return 2 if as_codec(kind, "float32").refines else 1
 
 
 def summary(seconds: list[float]) -> dict[str, float]:

@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for rate in options.equal_to:
         check_number("--equal-to", rate, 1)
     check_cache_dtypes([options.high, options.low])
+    refuse_refined("--high", [options.high])
+    refuse_refined("--low", [options.low])
     return options
+
+
+def refuse_refined(name: str, kinds: Iterable[str]) -> None:
+    """Refuse types of which a row alone does not tell what is stored of it.
+
+    Raises:
+        UserError: one has finer codes where a pool has room.
+    """
+    from kvjax.cache import as_codec
+
+    for kind in kinds:
+        if as_codec(kind, "float32").refines:
+            raise UserError(
+                f"{name} {kind}: which KVs have finer codes is a pool's; give "
+                f"{kind.replace('+', '')}, or see python -m benchmarks.filling"
+            )
 
 
 def parser_of(name: str, doc: str | None, shares: str) -> ArgumentParser:

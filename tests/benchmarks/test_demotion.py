@@ -85,6 +85,7 @@ def test_what_is_refused(capsys):
         (("--shares", "2"), "--shares 2"),
         (("--equal-to", "a"), "--equal-to"),
         (("--low", "none"), "none"),
+        (("--low", "int4+"), "--low int4+: which KVs have finer codes is a pool's; give int4"),
         (("--method", "snapkv", "--tasks", "passkey", "--rows", "1"), "matched:NAME"),
     ):
         assert main_of(main, list(given)) == 2
