@@ -5,8 +5,9 @@
 
 The same model decodes behind the same prompts with one pool per type, nothing evicted. Rounds are
 interleaved, so that what else the machine does meets all of them, and so are calls of attention
-alone, over lengths of the same size. Types with finer codes (`int4+`) have room for them of all
-KVs. Compiling is not timed. The last line is one JSON object.
+alone, over lengths of the same size. Pools are twice as large as all KVs: so that nobody waits,
+and those with finer codes (`int4+`) have them of all. Compiling is not timed. The last line is one
+JSON object.
 """
 
 from kvjax.startup import guard
@@ -14,7 +15,6 @@ from kvjax.startup import guard
 guard(__name__)
 
 import argparse
-import dataclasses
 import functools
 import json
 import statistics
@@ -22,6 +22,9 @@ import time
 from typing import Any
 
 from kvjax.cli import ArgumentParser, check_output_file, run_script
+
+ROOM = 2
+"""How many times all KVs a pool has room for."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -51,19 +54,15 @@ def engine_rounds(options: argparse.Namespace, types: list[str]) -> dict[str, di
     length = options.tokens + options.steps + 16
     sizes = EngineConfig(
         max_batch=options.sequences, max_len=length, prefill_chunk=2048, prefill_scratch=2048,
-        decode_steps_per_sync=16,
+        pool_tokens=ROOM * options.sequences * length, decode_steps_per_sync=16,
     )  # fmt: skip
-    pools = {kind: room(kind) * options.sequences * length for kind in types}
     rng = np.random.default_rng(0)
     prompts = [
         rng.integers(10, 10_000, options.tokens).astype(np.int32) for _ in range(options.sequences)
     ]
     sampling = SamplingParams(max_tokens=options.steps + 1, ignore_eos=True, detokenize=False)
     name = 'kvjax_seconds_total{phase="decode"}'
-    engines = {
-        kind: LLM(model, config=dataclasses.replace(sizes, pool_tokens=tokens), cache_dtype=kind)
-        for kind, tokens in pools.items()
-    }
+    engines = {kind: LLM(model, config=sizes, cache_dtype=kind) for kind in types}
     seconds: dict[str, list[float]] = {kind: [] for kind in types}
     for number in range(options.rounds + 1):
         for kind, llm in engines.items():
@@ -104,7 +103,7 @@ def attention_rounds(options: argparse.Namespace, types: list[str]) -> dict[str,
     for kind in types:
         cache = init_cache(
             num_slots=options.sequences, num_layers=1, num_kv_heads=heads, head_dim=d,
-            num_blocks=room(kind) * options.sequences * heads * width, max_blocks_per_head=width,
+            num_blocks=ROOM * options.sequences * heads * width, max_blocks_per_head=width,
             codec=as_codec(kind, "float32"),
         )  # fmt: skip
         for slot in range(options.sequences):
@@ -122,13 +121,6 @@ def attention_rounds(options: argparse.Namespace, types: list[str]) -> dict[str,
             call()
             seconds[kind].append(time.perf_counter() - start)
     return {kind: {"attention_ms": summary(seconds[kind])} for kind in types}
-
-
-def room(kind: str) -> int:
-    """How many times the blocks of all KVs a pool of a type has."""
-    from kvjax.cache import as_codec
-
-    return 2 if as_codec(kind, "float32").refines else 1
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
