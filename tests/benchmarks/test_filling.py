@@ -8,7 +8,7 @@ import pytest
 from benchmarks.filling import demoted, kinds, lines, main
 from kvjax.cache import check_invariants
 from kvjax.cli import main_of
-from tests.cache.test_fine import B, H, L, T, prompted, tags
+from tests.cache.test_fine import B, H, L, T, empty, prompted, tags
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.5, 1])
@@ -28,8 +28,6 @@ def test_a_share_keeps_its_finer_codes(share, dearest):
 
 
 def test_a_type_without_finer_codes_stays():
-    from tests.cache.test_fine import empty
-
     cache = empty("int4")
     assert demoted(cache, 0.5, False) is cache
 

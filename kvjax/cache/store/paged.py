@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain, Refined, Windowed
+from kvjax.cache.store.fine import FineBlocks
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.pool import KVPool
 from kvjax.cache.store.shard import HeadShard
@@ -232,10 +233,13 @@ def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
 
 def _parted(cache: PagedCache, ids: Int32[Array, "*dims"], free: FreeBlocks) -> PagedCache:
     """The cache with other free blocks, in which some that change hands are no part of a pair."""
-    kv = cache.kv
-    if kv.fine is not None:
-        kv = dataclasses.replace(kv, fine=kv.fine.parted(ids, free))
-    return dataclasses.replace(cache, kv=kv, free=free)
+    fine = cache.kv.fine
+    return with_fine(cache, None if fine is None else fine.parted(ids, free), free)
+
+
+def with_fine(cache: PagedCache, fine: FineBlocks | None, free: FreeBlocks) -> PagedCache:
+    """The cache with other free blocks, and other tags of those that hold finer codes."""
+    return dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine), free=free)
 
 
 def _disowned(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 from kvjax.cache.store.codec import Codec, Plain
 from kvjax.cache.store.fine import FineBlocks
 from kvjax.kernels import Half, append_and_attend, device, move_kvs, paged_attention
-from kvjax.kernels.encoded import Encoded, without_halves
+from kvjax.kernels.encoded import without_halves
 from kvjax.kernels.paged_attention import reference
 
 LANES = 128
@@ -71,10 +71,10 @@ class KVPool:
         """Keys and values [N, b, d] as attention takes them; indexed by blocks they give rows."""
         keys, values = self._codecs
         k, v = self._apart(self.stored_k, self.stored_v)
+        k, v = keys.operand(k), values.operand(v)
         if self.fine is None:
-            return keys.operand(k), values.operand(v)
-        tag = self.fine.tag
-        return Encoded(k, keys, tag), Encoded(v, values, tag)
+            return k, v
+        return tuple(dataclasses.replace(pool, fine=self.fine.tag) for pool in (k, v))
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 from kvjax.cache.store.counting import running_count
-from kvjax.cache.store.paged import PagedCache, claim, drop_blocks, free_blocks
+from kvjax.cache.store.paged import PagedCache, claim, drop_blocks, free_blocks, with_fine
 from kvjax.cache.store.shard import agreed
 
 COPIED_AT_ONCE = 64
@@ -98,7 +98,7 @@ def unshare(
     if fine is not None:
         # Copies have finer codes, too, where there is room for them.
         fine = fine.grown(jnp.where(fine.of(old) < n, new, n), cache.free)
-        cache = dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine))
+        cache = with_fine(cache, fine, cache.free)
         cache = _copied(cache, fine.of(source), fine.of(target), count)
     cache = _copied(cache, source, target, count)
     # Where all owners of a block take a copy at once, it ends here.

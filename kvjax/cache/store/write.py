@@ -11,7 +11,7 @@ from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.fine import FineBlocks
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.grow import grow
-from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks
+from kvjax.cache.store.paged import PagedCache, check_shape, claim, free_blocks, with_fine
 from kvjax.cache.store.pool import scattered
 from kvjax.cache.store.shard import agreed
 from kvjax.cache.store.sharing import unshare_last
@@ -147,8 +147,7 @@ def _refined(
     block = jnp.take_along_axis(table, jnp.minimum(logical // b, cache.max_blocks - 1), axis=-1)
     of_kvs = jnp.take_along_axis(metric, kept_index, axis=-1)
     worth = worth.at[jnp.where(new, block, n)].max(of_kvs, mode="drop")
-    fine, free = fine.arranged(worth, cache.free)
-    return dataclasses.replace(cache, kv=dataclasses.replace(cache.kv, fine=fine), free=free)
+    return with_fine(cache, *fine.arranged(worth, cache.free))
 
 
 def _refined_new(cache: PagedCache, ids: Int32[Array, "*n"]) -> PagedCache:
@@ -164,8 +163,7 @@ def _refined_new(cache: PagedCache, ids: Int32[Array, "*n"]) -> PagedCache:
     vacant, wanted = free.count[0] - fine.count[0], jnp.sum(ids < n)
     short = (wanted > vacant) & (free.count[0] > 0)
     refined = jax.lax.cond(short, arranged, lambda: (fine.grown(ids, free), free))
-    kv = dataclasses.replace(cache.kv, fine=refined[0])
-    return dataclasses.replace(cache, kv=kv, free=refined[1])
+    return with_fine(cache, *refined)
 
 
 def _worths(cache: PagedCache) -> Float[Array, " N"]:
