@@ -25,6 +25,12 @@ CODES = {
         ("int8", "int4", 16, 128),
         ("int4", "int4", 16, 128),
         ("int4", "int4", 8, 64),
+        ("int4+", "int4+", 16, 128),
+        ("int4+", "int4+", 64, 64),
+        ("int8", "int8", 16, 80),
+        ("int4", "int4", 8, 96),
+        ("int2", "int2", 16, 128),
+        ("int2+", "int2+", 16, 64),
         ("e4m3", "e4m3", 16, 128),
         ("e5m2", "e5m2", 32, 64),
     )
@@ -49,6 +55,18 @@ HALVES = {
         ("e4m3", "bfloat16", 64, 4, 64),
         ("e4m3", "bfloat16", 16, 4, 96),
         ("e5m2", "bfloat16", 8, 4, 64),
+        ("int4", "bfloat16", 16, 4, 128),
+        ("int4", "float32", 64, 8, 128),
+        ("int4+", "bfloat16", 16, 4, 128),
+        ("int4+", "bfloat16", 64, 8, 128),
+        ("int4", "bfloat16", 64, 4, 64),
+        ("int4", "bfloat16", 16, 3, 64),
+        ("int4", "bfloat16", 32, 4, 96),
+        ("int4+", "bfloat16", 32, 4, 64),
+        ("int2", "bfloat16", 64, 4, 128),
+        ("int2", "float32", 16, 16, 128),
+        ("int2", "bfloat16", 32, 4, 64),
+        ("int2+", "bfloat16", 64, 4, 64),
     )
 }
 """The same of keys and values that are halves of rows, as TPUs have them."""

@@ -187,7 +187,7 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     for method in ("full", "kv-compress-continual"):
         if only in f"steps {method}":
             yield f"steps {method}", *decode_steps(target, method)
-    for stored in ("bfloat16", "int8") if target != "h200" else ():
+    for stored in ("bfloat16", "int8", "int4", "int4+", "int2") if target != "h200" else ():
         for method in ("full", "kv-compress-continual"):
             for d in (64, 80, 96) if stored == "bfloat16" else (64, 96):
                 if only in (name := f"steps {method} d={d} {stored}"):
@@ -398,8 +398,8 @@ def rows(target: str, only: str) -> Iterator[Row]:
                 error = f"{again} operations are computed again"
                 yield Row(target, call, "", error=error)
             if steps:
-                pool = max(jax.tree.leaves(arguments[1].kv), key=lambda x: x.size)
-                if copies := copied(program, pool.shape):
+                shapes = {x.shape for x in jax.tree.leaves(arguments[1].kv) if x.ndim > 1}
+                if copies := sum(copied(program, shape) for shape in shapes):
                     yield Row(target, call, "", error=f"{copies} copies of the pool")
             memory = program.memory_analysis()
             temporaries = memory.temp_size_in_bytes if memory else None

@@ -5,7 +5,7 @@ no cache, no model.
 """
 
 from kvjax.kernels.choice import explain
-from kvjax.kernels.encoded import Encoded, Half
+from kvjax.kernels.encoded import Encoded, Half, HalfNumbers
 from kvjax.kernels.match_attention import match_attention
 from kvjax.kernels.matmul import matmul
 from kvjax.kernels.move_kvs import move_kvs
@@ -30,6 +30,7 @@ __all__ = [
     "Encoded",
     "ExactKVs",
     "Half",
+    "HalfNumbers",
     "Prefix",
     "append_and_attend",
     "explain",

@@ -8,6 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Num
 
+LANES = 128
+"""Numbers of a row that TPUs keep as it is."""
+FINER = "+"
+"""Behind the name of a form: blocks may have finer codes in others."""
+
 
 class Factors(NamedTuple):
     """Rows as small numbers, each row with a factor: codes · scale, turned.
@@ -39,16 +44,19 @@ class Half:
     """A pool [N, b, w] of keys or values where a row of each make one row of an array.
 
     TPUs keep rows of 128 numbers, or a multiple, as they are, and turn around a pool of others.
+    Where both are short, a row of the array has those of several KVs (`fold_of`): the first parts
+    of a block's rows have its first KVs, and so on.
     """
 
-    both: Num[Array, "N b w2"]
+    both: Num[Array, "N rows w2"]
     """Keys first, then values, then zeros up to a multiple of 128 numbers."""
     width: int = dataclasses.field(metadata={"static": True})
     of_values: bool = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.both.shape[:-1], self.width)
+        *blocks, rows, _ = self.both.shape
+        return (*blocks, rows * fold_of(self.width), self.width)
 
     @property
     def ndim(self) -> int:
@@ -62,14 +70,76 @@ class Half:
         """The rows of some blocks."""
         return self.of(self.both[blocks])
 
-    def of(self, rows: Num[Array, "*n w2"]) -> Num[Array, "*n w"]:
-        """This half of some rows of the array."""
-        return rows[..., self.width : 2 * self.width] if self.of_values else rows[..., : self.width]
+    def of(self, rows: Num[Array, "*n rows w2"]) -> Num[Array, "*n b w"]:
+        """This half of some blocks of the array."""
+        both = unfolded(rows, self.width)
+        return both[..., self.width :] if self.of_values else both[..., : self.width]
+
+
+@no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HalfNumbers:
+    """Numbers [N, b], one of each key or value of a pool, where those of a block's keys are a row
+    of an array and those of its values the next, with zeros up to a multiple of 128 behind them."""
+
+    both: Num[Array, "N 2 w"]
+    size: int = dataclasses.field(metadata={"static": True})
+    """b, KVs of a block."""
+    of_values: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.both.shape[:-2], self.size)
+
+    @property
+    def ndim(self) -> int:
+        return self.both.ndim - 1
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.both.dtype
+
+    def __getitem__(self, blocks: Int32[Array, "*n"]) -> Num[Array, "*n b"]:
+        """The numbers of some blocks."""
+        return self.of(self.both[blocks])
+
+    def of(self, rows: Num[Array, "*n 2 w"]) -> Num[Array, "*n b"]:
+        """This half of some blocks of the array."""
+        return rows[..., int(self.of_values), : self.size]
+
+
+def fold_of(width: int) -> int:
+    """How many KVs one row of 128 numbers has, a power of two, of keys and values so wide; 1 where
+    it takes more."""
+    fold = 1
+    while 4 * fold * width <= LANES:
+        fold *= 2
+    return fold
+
+
+def folded(both: Num[Array, "*n b w2"]) -> Num[Array, "*n rows w"]:
+    """Rows of keys and values as `Half.both` has those of blocks."""
+    *blocks, b, width = both.shape
+    fold = fold_of(width // 2)
+    rows = jnp.swapaxes(both.reshape(*blocks, fold, b // fold, width), -3, -2)
+    rows = rows.reshape(*blocks, b // fold, fold * width)
+    return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % LANES)])
+
+
+def unfolded(rows: Num[Array, "*n rows w"], width: int) -> Num[Array, "*n b w2"]:
+    """The rows of keys and values, each so wide, in such blocks."""
+    fold = fold_of(width)
+    if fold == 1:
+        return rows[..., : 2 * width]
+    *blocks, count, _ = rows.shape
+    parts = rows[..., : 2 * width * fold].reshape(*blocks, count, fold, 2 * width)
+    return jnp.swapaxes(parts, -3, -2).reshape(*blocks, fold * count, 2 * width)
 
 
 def is_half(x: object) -> bool:
-    """Whether it is a `Half`: a leaf of what a pool stores."""
-    return isinstance(x, Half)
+    """Whether it is a half of an array: a leaf of what a pool stores."""
+    return isinstance(x, Half | HalfNumbers)
 
 
 def without_halves(stored: Any) -> Any:
@@ -82,7 +152,7 @@ class Codes(NamedTuple):
 
     stored: Num[Array, "*n w"] | Half
     """What is stored of the numbers: w of d of them where a byte holds several."""
-    scale: Float[Array, "*n"]
+    scale: Float[Array, "*n"] | HalfNumbers
 
 
 @runtime_checkable
@@ -126,7 +196,7 @@ class Encoded:
     decoder: Decoder = dataclasses.field(metadata={"static": True})
     fine: Int32[Array, " N"] | None = None
     """The block whose rows are to be added to those of each, stored in the same way; N where there
-    is none. None where there are none at all."""
+    is none. None where there are none at all. Of keys and of values it is the same one."""
 
     @property
     def _rows(self) -> jax.ShapeDtypeStruct:
@@ -167,7 +237,7 @@ class Encoded:
         """What is stored, by a name that kernels know; "encoded" if they cannot."""
         if not isinstance(self.decoder, Coded):
             return "encoded"
-        return self.decoder.form if self.fine is None else f"{self.decoder.form}+"
+        return self.decoder.form + (FINER if self.fine is not None else "")
 
     @property
     def codes(self) -> Codes:
@@ -189,6 +259,18 @@ def form_of(pool: object) -> str | None:
     """What a pool stores in place of rows: the name of a form, None where it is an array (or the
     shape of one)."""
     return pool.form if isinstance(pool, Encoded) else None
+
+
+def fine_table(
+    fine: Int32[Array, " N"],
+    table: Int32[Array, "rows M"],
+    lengths: Int32[Array, " rows"],
+    block_size: int,
+) -> Int32[Array, "rows M"]:
+    """The blocks with finer codes of those that heads hold, N where there are none."""
+    num_blocks = fine.shape[0]
+    held = jnp.arange(table.shape[1]) * block_size < lengths[:, None]
+    return fine.at[jnp.where(held, table, num_blocks)].get(mode="fill", fill_value=num_blocks)
 
 
 def half_of(pool: object) -> bool | None:

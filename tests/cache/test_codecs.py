@@ -297,20 +297,23 @@ def test_bytes_beside_bfloat16(name, kv_bytes, fewer):
 
 
 def test_where_kernels_read_no_codes_it_is_said(caplog):
-    names = ("int2", "int8", "int8w4", "float32")
-    sizes = {**SIZES, "head_dim": 64, "block_size": 8}
-    caches = [kv.init_cache(**sizes, codec=codec_of(n)) for n in names]
-    for cache in caches:
-        tell_of_codes(cache, 3)
+    names = ("int5", "int8", "int8w4", "int4", "int4+", "int2", "e4m3", "float32")
+    sizes = {**SIZES, "head_dim": 64, "block_size": 32}
+
+    def tell_of_all():
+        for name in names:
+            cache = jax.eval_shape(lambda: kv.init_cache(**sizes, codec=codec_of(name)))
+            tell_of_codes(cache, 3)
+
+    tell_of_all()
     assert not caplog.messages
     for where in (H200, TPU_V5E):
         caplog.clear()
         with jax.sharding.use_abstract_mesh(where):
-            for cache in caches:
-                tell_of_codes(cache, 3)
+            tell_of_all()
         (said,) = caplog.messages
-        assert said.startswith("keys and values in int2: decode attention is xla: mosaic_gpu does")
-        assert "does not serve int2 pools, served are int8" in said
+        assert said.startswith("keys and values in int5: decode attention is xla: mosaic_gpu does")
+        assert "does not serve int5 pools, served are int8" in said
 
 
 def test_what_cannot_be_packed_is_refused_in_one_line():

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.cache import as_codec
 from kvjax.kernels import Encoded, ExactKVs, Half
-from kvjax.kernels.encoded import without_halves
+from kvjax.kernels.encoded import FINER, folded, without_halves
 from kvjax.kernels.paged_attention import mosaic_gpu, numba_cpu, reference, spec, tpu
 from tests.oracle import attend
 
@@ -54,14 +54,15 @@ def problem(
     """A cache with these lengths: permuted pages, free blocks and unwritten slots poisoned.
 
     Table entries that may not be followed hold N. `spread` scales the logits. With `shape.forms`
-    the pools hold codes; with `shape.halves` keys and values are halves of one array's rows.
+    the pools hold codes, and half of the blocks may have finer ones in free blocks; with
+    `shape.halves` keys and values are halves of one array's rows.
     """
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths, np.int32)
     seqs, heads = lengths.shape
     b, d, r = shape.block_size, shape.head_dim, shape.group
     pages = -(-lengths // b)
-    blocks = int(pages.sum()) + 3
+    blocks = int(pages.sum()) * (1 + shape.fine) + 3
     shuffled = rng.permutation(blocks).astype(np.int32)
     table = np.full((seqs, heads, max(shape.max_blocks, int(pages.max()))), blocks, np.int32)
     pool = np.full((2, blocks, b, d), POISON, np.float32)
@@ -79,7 +80,12 @@ def problem(
     touched = np.ones(seqs, bool) if observed is None else np.asarray(observed, bool)
     if shape.forms != (None, None):
         written = ~jnp.isnan(k[..., 0])
-        k, v = (coded(x, written, form) for x, form in zip((k, v), shape.forms, strict=True))
+        tag = None
+        if shape.fine:
+            mine = shuffled[:taken][rng.random(taken) < 0.5]
+            tag = np.full(blocks, blocks, np.int32)
+            tag[mine] = shuffled[taken : taken + len(mine)]
+        k, v = (coded(x, written, form, tag) for x, form in zip((k, v), shape.codes, strict=True))
     out, new_metric = exact(
         q, rows_of(k), rows_of(v), table, lengths, scale, metric, power, touched
     )
@@ -90,13 +96,20 @@ def problem(
     return Problem(arguments, jnp.asarray(metric), scale, out, new_metric, power, of)
 
 
-def coded(rows, written, form: str | None):
-    """A pool of the codes of some rows; where none was written, large ones times NaN."""
+def coded(rows, written, form: str | None, tag=None):
+    """A pool of the codes of some rows; where none was written, large ones times NaN. With tags,
+    what these codes miss is coded as well, in the blocks that they name."""
     codec = as_codec(form, rows.dtype)
-    stored = codec.encode(jnp.where(written[..., None], rows, 0))
+    rows = jnp.where(written[..., None], rows, 0)
+    stored = codec.encode(rows)
+    if tag is not None:
+        missing = codec.encode(rows - codec.decode(stored))
+        stored = {name: x.at[tag].set(missing[name], mode="drop") for name, x in stored.items()}
+        written = written.at[tag].set(written, mode="drop")
     codes = jnp.where(written[..., None], stored["codes"], 96).astype(stored["codes"].dtype)
     scale = jnp.where(written, stored["scale"], POISON)
-    return codec.operand({"codes": codes, "scale": scale})
+    pool = codec.operand({"codes": codes, "scale": scale})
+    return pool if tag is None else dataclasses.replace(pool, fine=jnp.asarray(tag))
 
 
 def joined(k, v):
@@ -105,9 +118,7 @@ def joined(k, v):
         both = joined(k.stored["codes"], v.stored["codes"])
         pairs = zip((k, v), both, strict=True)
         return [dataclasses.replace(x, stored={**x.stored, "codes": half}) for x, half in pairs]
-    width = k.shape[2]
-    both = jnp.concatenate([k, v], axis=2)
-    both = jnp.pad(both, ((0, 0), (0, 0), (0, -2 * width % 128)))
+    width, both = k.shape[2], folded(jnp.concatenate([k, v], axis=2))
     return Half(both, width, False), Half(both, width, True)
 
 
@@ -117,7 +128,11 @@ def rows_of(pool):
         return pool.of(pool.both)
     if not isinstance(pool, Encoded):
         return pool
-    return as_codec(pool.form, "float32").decode(without_halves(pool.stored))
+    codec = as_codec(pool.form.removesuffix(FINER), "float32")
+    rows = codec.decode(without_halves(pool.stored))
+    if pool.fine is None:
+        return rows
+    return rows + rows.at[pool.fine].get(mode="fill", fill_value=0)
 
 
 def exact(q, k, v, table, lengths, scale, metric, power, touched):
@@ -153,7 +168,7 @@ def tolerance(name: str, p: Problem) -> tuple[float, float]:
     halves = dtype == "float32" and name == "mosaic_gpu"
     longest = [np.linalg.norm(x, axis=-1).max() for x in (q, k)]
     bits = 17 if halves else 21
-    if p.shape.forms[0] == "int4" and dtype == "bfloat16":
+    if p.shape.codes[0] in ("int4", "int2") and dtype == "bfloat16":
         bits = 9
     logit = 2.0**-bits * float(np.prod(longest)) * p.scale
     rounding = 2.0 ** {"bfloat16": -8, "float16": -11, "float32": -16 if halves else -20}[dtype]

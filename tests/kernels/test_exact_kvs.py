@@ -123,6 +123,7 @@ def coded(
 
 
 HALVES = dataclasses.replace(coded("int8", "int8"), halves=True)
+FOLDED = dataclasses.replace(coded("int2+", "int2+", b=32), halves=True)
 SLOW = pytest.mark.slow
 IN_KERNELS = [
     pytest.param("mosaic_gpu", coded("int8", "int8"), NEWEST, 130, 2, None, id="hopper"),
@@ -134,6 +135,8 @@ IN_KERNELS = [
             [
                 ("mosaic_gpu", coded("int8", "int4", dtype="float32"), ALL, 450, 1, [False, True]),
                 ("mosaic_gpu", coded("int4", "int4", d=128, r=5), ANY, 40, 1, [True, False]),
+                ("mosaic_gpu", coded("int4+", "int4+"), NEWEST, 20, 2, None),
+                ("tpu_checked", FOLDED, ANY, 40, 2, None),
                 ("mosaic_gpu", coded("int8", "int8", d=96, r=16, b=8), NEWEST, 64, 2, None),
                 ("mosaic_gpu", coded("e4m3", "e4m3", b=64), NEWEST, 130, 2, None),
                 ("mosaic_gpu", coded("e5m2", "e5m2", dtype="float32", r=9), ANY, 90, 2, None),
@@ -216,7 +219,7 @@ def test_kernels_take_them_and_lower(name: str) -> None:
         with jax.sharding.use_abstract_mesh(device):
             said = explain(paged_attention, *call[:5], exact=exact)
             if platform == "tpu" and "int4" in shape.forms:
-                assert "tpu does not serve int4 pools" in said
+                assert "tpu does not serve int4 codes of head dimension 128" in said
                 continue
             text = jax.jit(attended).trace(*call, exact).lower(lowering_platforms=(platform,))
         assert said.startswith(kernel)
@@ -239,6 +242,9 @@ def test_what_is_not_asked_for_takes_nothing() -> None:
     assert room - (12 << 10) < beside.shared_bytes() <= room
     wide = dataclasses.replace(shape, max_blocks=32_000, forms=("int8",) * 2)
     tpu.config(wide, scale=1.0, keep_logits=False)
+    finer = dataclasses.replace(wide, forms=("int8+",) * 2)
+    with pytest.raises(NotImplementedError, match=r"32000 blocks per head .* scalar memory"):
+        tpu.config(finer, scale=1.0, keep_logits=False)
     with pytest.raises(NotImplementedError, match=r"32000 blocks per head .* scalar memory"):
         tpu.config(wide, scale=1.0, keep_logits=False, exact=True)
 

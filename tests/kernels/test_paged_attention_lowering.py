@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.kernels import cases
 from kvjax.kernels import Half, explain, paged_attention
+from kvjax.kernels.encoded import is_half
 from kvjax.kernels.paged_attention import spec
 from kvjax.kernels.paged_attention.mosaic_gpu import MAX_STAGES, RESERVED, SHARED_MEMORY, config
 from tests.kernels.devices import H200, TPU_V5E, TPU_V6E
@@ -62,12 +63,13 @@ def test_lowers_for_h200(family: str) -> None:
 def test_codes_lower(name: str) -> None:
     """No array of rows is made of a pool: the kernels take codes and scales as they are stored."""
     shape = cases.CODES[name]
+    packed = {"int4", "int2"} & set(shape.codes)
     rows = f"{shape.blocks}x{shape.block_size}x{shape.head_dim}x"
     for device, platform, kernel in ((H200, "cuda", "mosaic_gpu"), (TPU_V5E, "tpu", "tpu: mos")):
         with jax.sharding.use_abstract_mesh(device):
             said = explain(paged_attention, *cases.coded(shape, metric=False))
-            if platform == "tpu" and "int4" in shape.forms:
-                assert "tpu does not serve int4 pools" in said
+            if platform == "tpu" and packed:
+                assert re.search(r"tpu does not serve int[248] (codes of head|keys with)", said)
                 continue
             text = lowered(shape, platform, with_metric=True)
         assert said.startswith(kernel)
@@ -81,9 +83,14 @@ def test_halves_lower_for_tpu(name: str) -> None:
     with jax.sharding.use_abstract_mesh(TPU_V5E):
         assert explain(paged_attention, *cases.coded(shape, metric=False)).startswith("tpu: ")
         text = lowered(shape, "tpu", with_metric=True)
-    rows = f"tensor<{shape.blocks}x{shape.block_size}x"
-    assert rows + f"{128 if shape.head_dim == 64 else 256}x" in text
-    assert rows + f"{shape.head_dim}x" not in text
+    blocks = f"tensor<{shape.blocks}x"
+    keys = cases.coded(shape)[1]
+    (half, *_) = jax.tree.leaves(getattr(keys, "stored", keys), is_leaf=is_half)
+    assert f"{blocks}{half.both.shape[1]}x{half.both.shape[2]}x" in text
+    assert half.both.shape[2] % 128 == 0
+    rows = f"{blocks}{shape.block_size}x"
+    assert f"{rows}{half.width}x" not in text
+    assert not any(f"{rows}{shape.head_dim}x{kind}" in text for kind in ("bf16", "f32"))
 
 
 def test_why_no_kernel_reads_halves_is_said() -> None:
@@ -101,11 +108,10 @@ def test_why_no_kernel_reads_halves_is_said() -> None:
 @pytest.mark.parametrize(
     ("forms", "d", "said"),
     [
-        (("int8", "int8"), 80, "codes of head dimension 80"),
-        (("int4", "int4"), 96, "codes of head dimension 96"),
+        (("int4", "int4"), 80, "codes of head dimension 80"),
+        (("int2", "int2"), 96, "codes of head dimension 96"),
         (("e4m3", "int8"), 64, "e4m3 keys with int8 values"),
         (("int8", None), 64, "codes of either keys or values alone"),
-        (("int8", "int2"), 64, "int2 pools, served are int8"),
         (("int5", "int4"), 64, "int5 pools, served are int8"),
     ],
 )
@@ -116,14 +122,19 @@ def test_why_no_kernel_reads_codes_is_said(forms, d: int, said: str) -> None:
     assert why.startswith(f"xla: mosaic_gpu does not serve {said}")
 
 
-def test_no_kernel_of_a_device_reads_finer_codes() -> None:
-    shape = spec.Shape(4, 2, 4, 64, 97, 16, 12, "bfloat16", ("int4", "int4"))
+def test_which_finer_codes_kernels_read_is_said() -> None:
+    """Of whole numbers: those of floating point may be NaN where nobody wrote."""
+    shape = spec.Shape(4, 2, 4, 128, 97, 16, 12, "bfloat16", ("e4m3", "e4m3"))
     q, k, v, *rest = cases.coded(shape, metric=False)
     tag = jax.ShapeDtypeStruct((97,), jnp.int32)
-    finer = (dataclasses.replace(x, fine=tag) for x in (k, v))
-    with jax.sharding.use_abstract_mesh(H200):
-        why = explain(paged_attention, q, *finer, *rest)
-    assert why.startswith("xla: mosaic_gpu does not serve int4+ pools, served are int8")
+    finer = [dataclasses.replace(x, fine=tag) for x in (k, v)]
+    for device, name in ((H200, "mosaic_gpu"), (TPU_V5E, "tpu")):
+        with jax.sharding.use_abstract_mesh(device):
+            why = explain(paged_attention, q, *finer, *rest)
+        assert why.startswith("xla: mosaic_gpu does not serve")
+        assert f"{name} does not serve finer codes of e4m3" in why
+    with pytest.raises(ValueError, match=r"^finer codes of k and v: got \[True, False\], wanted"):
+        explain(paged_attention, q, finer[0], v, *rest)
 
 
 def test_lowers_for_h200_with_two_halves_of_many_query_heads() -> None:
@@ -137,21 +148,31 @@ def test_lowers_for_h200_with_two_halves_of_many_query_heads() -> None:
 GROUPS = (1, 3, 8, 9, spec.MAX_GROUP)
 
 
-FORMS = (None, "int8", "int4", "e4m3", "e5m2")
+FORMS = (None, "int8", "int4", "int4+", "int2", "e4m3", "e5m2")
 KERNELS = {"mosaic_gpu": (H200, "cuda"), "tpu": (TPU_V5E, "tpu")}
+
+
+PACKED = {"int4": 2, "int2": 4}
+
+
+def has_halves(form: str | None, d: int, block_size: int) -> bool:
+    """Whether TPUs have rows of both keys and values, of so many bytes or numbers."""
+    width = d // PACKED.get((form or "").removesuffix("+"), 1)
+    fold = {32: 2, 24: 2, 16: 4}.get(width, 1)
+    return width in (16, 24, 32, 48, 64, 80, 96) and block_size % (8 * fold if fold > 1 else 1) == 0
 
 
 def served(kernel: str, shape: spec.Shape) -> bool:
     """What docs/kernels.md says the decode kernels serve."""
-    form, d = shape.forms[0], shape.head_dim
+    form, d = shape.codes[0], shape.head_dim
     if shape.group > spec.MAX_GROUP or d not in spec.HEAD_DIMS:
         return False
     if shape.block_size not in spec.BLOCK_SIZES:
         return False
     if kernel == "tpu":
-        return shape.dtype != "float16" and form != "int4"
-    dims = {None: spec.HEAD_DIMS, "int4": (64, 128)}
-    return not shape.halves and d in dims.get(form, (64, 96, 128))
+        return shape.dtype != "float16" and (form not in PACKED or shape.halves)
+    dims = {"int4": (64, 96, 128), "int2": (64, 128)}
+    return not shape.halves and d in dims.get(form or "", spec.HEAD_DIMS)
 
 
 @pytest.mark.slow
@@ -169,7 +190,7 @@ def test_whatever_is_accepted_lowers(
     groups, dims = (*groups, spec.MAX_GROUP + 1), (*spec.HEAD_DIMS, 72)
     turn = spec.BLOCK_SIZES.index(block_size) if block_size in spec.BLOCK_SIZES else 0
     for group, d, halves in itertools.product(groups, dims, (False, True)):
-        if halves and (d not in (64, 80, 96) or form == "int4"):  # whose codes are 48 bytes at most
+        if halves and not has_halves(form, d, block_size):
             continue
         shape = spec.Shape(2, 2, group, d, 40, block_size, 8, dtype, (form, form), halves)
         with jax.sharding.use_abstract_mesh(device):
@@ -210,9 +231,10 @@ def test_lowers_for_h200_without_metric(family: str) -> None:
         (spec.FAMILIES["llama-3.1-70b"], False),
         # The scales of a tile of it leave the end of 1,024 bytes unused.
         (cases.CODES["int8 int8 b=32 d=96"], False),
+        (cases.CODES["int4+ int4+ b=16 d=128"], False),
         (cases.CODES["int4 int4 b=16 d=128"], True),
     ],
-    ids=["70b", "int8 d=96", "int4w16"],
+    ids=["70b", "int8 d=96", "int4+", "int4w16"],
 )
 def test_two_programs_fit_a_multiprocessor(
     shape: spec.Shape, exact: bool, monkeypatch, tmp_path

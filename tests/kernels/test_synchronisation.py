@@ -23,6 +23,7 @@ import pytest
 from benchmarks.kernels import cases
 from kvjax.kernels import append_and_attend, move_kvs, paged_attention, window_metrics
 from kvjax.kernels.paged_attention import spec
+from kvjax.kernels.paged_attention.mosaic_gpu import MAX_STAGES
 from tests.kernels.devices import H200
 
 WORDS = {
@@ -73,9 +74,9 @@ def protocol(function, *arguments) -> dict[str, str]:
         return dict(kernels_of(jax.make_jaxpr(function)(*arguments).jaxpr))
 
 
-COPY = "wait in wait in2 arrive2 in2 arrive2 in2 arrive2 in2 arrive2 wait5"
+COPY = "wait in wait arrive2 in2 arrive2 in2 arrive2 in2 arrive2 in2 wait5"
 """The warpgroup that copies: a query slot that is free, a stage that is free, four pages of keys
-and values each; at the end every phase of 3 stages and 2 query slots."""
+and values each, or none; at the end every phase of 3 stages and 2 query slots."""
 PAGES = 16
 """Of one round of the kernel that takes no stages."""
 
@@ -122,9 +123,28 @@ def test_exact_kvs_beside_the_pool() -> None:
 
     without = protocol(call, None, q, *rest)
     words = protocol(call, cases.exact_of(shape), q, *rest)
-    assert "wait in wait in4" in without["paged_attention"]
-    with_begun = without["paged_attention"].replace("wait in wait in4", "wait in2 wait in4")
+    assert "wait in wait arrive4 in4" in without["paged_attention"]
+    with_begun = without["paged_attention"].replace("wait in wait", "wait in2 wait")
     assert words == {**without, "paged_attention": with_begun}
+
+
+def test_finer_codes() -> None:
+    """A page of finer codes, or none, is counted beside each of codes: keys, values and the scales
+    of both. Warps meet before each of two rounds overwrites what the one before multiplied."""
+    of_rounds = {}
+    for name in ("int4 int4 b=16 d=128", "int4+ int4+ b=16 d=128"):
+        call = cases.coded(cases.CODES[name], metric=False)
+        of_rounds[name] = protocol(paged_attention, *call)["paged_attention"]
+    codes, finer = of_rounds.values()
+    pages, stages = " ".join(4 * ["arrive4 in4"]), MAX_STAGES
+    empty, end = "commit out", "drain commit out drain"
+    # Scales, converted keys; weights with the wait for values; converted values.
+    tile = "wait2 commit3 wait commit arrive2"
+    assert codes == f"{empty} {tile} {end} wait in wait {pages} wait{stages + 2}"
+    tile = "wait2 commit3 wait commit2 arrive2"
+    pages = " ".join(8 * ["arrive4 in4"])
+    stages = int(finer.rsplit("wait", 1)[1]) - 2
+    assert finer == f"{empty} {tile} {end} wait in wait {pages} wait{stages + 2}"
 
 
 def test_append_and_attend() -> None:

@@ -129,7 +129,7 @@ class PagedCache:
             codec,
             self.block_size,
             tuple(planes),
-            self.kv.joined is not None,
+            self.kv.joins,
         )
 
     @property

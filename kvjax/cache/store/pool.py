@@ -1,9 +1,4 @@
-"""The pool of keys and values: reads, writes and moves, whatever a codec makes of them.
-
-TPUs keep an array of rows of 128 numbers as it is. One of shorter rows they lay out with blocks
-last, and a decode step would copy all of it to read blocks of it, and back: there a key and a value
-(or codes of both) are one row, of 128 numbers or 256.
-"""
+"""The pool of keys and values: reads, writes and moves, whatever a codec makes of them."""
 
 import dataclasses
 from typing import Any, no_type_check
@@ -14,12 +9,19 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 
 from kvjax.cache.store.codec import Codec, Plain
 from kvjax.cache.store.fine import FineBlocks
-from kvjax.kernels import Half, append_and_attend, device, move_kvs, paged_attention
+from kvjax.cache.store.joined import (
+    halves,
+    is_none,
+    joins_rows,
+    joint,
+    moved_both,
+    of_numbers,
+    stored_shapes,
+    with_both,
+)
+from kvjax.kernels import append_and_attend, move_kvs, paged_attention
 from kvjax.kernels.encoded import without_halves
 from kvjax.kernels.paged_attention import reference
-
-LANES = 128
-"""Numbers of a row that TPUs keep as it is."""
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
@@ -34,10 +36,13 @@ class KVPool:
     stored_k: Any
     """Arrays with leading axes [N, b]."""
     stored_v: Any
-    """The same; None in place of an array whose rows are the second halves of `stored_k`'s."""
+    """The same; None in place of an array that is part of one of keys (`KVPool.joins`)."""
     codec: Codec = dataclasses.field(metadata={"static": True})
     joined: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Numbers of a key and of a value, of which one row holds both; None if they lie apart."""
+    """Numbers of a key and of a value, of which one row holds both, or those of several KVs; None
+    if they lie apart."""
+    paired: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """KVs of a block, where what is one number of each makes two rows; None if it does not."""
     fine: FineBlocks | None = None
     """Which blocks hold finer codes of others; None where none ever do (`Refined`)."""
 
@@ -52,14 +57,20 @@ class KVPool:
     ) -> "KVPool":
         """A pool in which everything stored is 0, of blocks that a codec's pool has (`of_pool`).
 
-        `joined`: whether keys and values whose rows are of 64 to 127 numbers make one row; by
-        default on TPUs.
+        `joined`: whether arrays of keys and of values are one where rows are short; by default on
+        TPUs.
         """
         joined = joins_rows() if joined is None else joined
         *shapes, width = stored_shapes(codec, num_blocks, block_size, head_dim, joined)
+        paired = any(map(of_numbers, joint(*shapes)))
         k, v = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         fine = FineBlocks.none(num_blocks) if codec.refines else None
-        return cls(k, v, codec.of_pool, width, fine)
+        return cls(k, v, codec.of_pool, width, block_size if paired else None, fine)
+
+    @property
+    def joins(self) -> bool:
+        """Whether any arrays of keys and of values are one."""
+        return self.joined is not None or self.paired is not None
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:
@@ -101,10 +112,7 @@ class KVPool:
         """With rows written to some blocks, or to offsets in them; ids of N are passed over."""
         blocks, *offsets = at
 
-        def written(pool, rows, blocks):
-            return scattered(pool, (blocks, *offsets), rows)
-
-        return self._with(written, blocks, self._encoded(k, v))
+        return self._with(blocks, offsets, self._encoded(k, v))
 
     def rewrite(
         self,
@@ -131,9 +139,7 @@ class KVPool:
             tuple(map(chosen, same, self._gathered(place), part))
             for place, part in zip(places, parts, strict=True)
         ]
-        return self._with(
-            lambda pool, rows, blocks: scattered(pool, (blocks,), rows), blocks, parts
-        )
+        return self._with(blocks, [], parts)
 
     def write_newest(
         self,
@@ -144,11 +150,7 @@ class KVPool:
         active: Bool[Array, " S"] | None = None,
     ) -> "KVPool":
         """With the newest KV of one layer written: the last one that `context_len` counts."""
-
-        def written(pool, rows, table):
-            return write_newest(pool, table, context_len, rows, active)
-
-        return self._with(written, block_table, self._encoded(k, v))
+        return self.write(newest_slots(block_table, context_len, self.shape[:2], active), k, v)
 
     def append_and_attend(
         self,
@@ -190,13 +192,24 @@ class KVPool:
         if kind == jax.tree.structure(self.stored_v):
             k, v = jax.tree.transpose(kind, None, jax.tree.map(moved, *stored))
         else:
-            k, v = jax.tree.map(lambda x: move_rows(x, source, target, count), stored)
+            k, v = self._moved(*stored, source, target, count)
         if self.fine is not None:
             # Whose target has no finer codes loses its own; whose source has none brings zeros.
             b = self.shape[1]
-            slots = (self.fine.slots(source, b), self.fine.slots(target, b))
-            k, v = jax.tree.map(lambda x: move_rows(x, *slots, count), (k, v))
+            k, v = self._moved(k, v, self.fine.slots(source, b), self.fine.slots(target, b), count)
         return dataclasses.replace(self, stored_k=k, stored_v=v)
+
+    def _moved(self, k: Any, v: Any, source: Array, target: Array, count: Array) -> tuple[Any, Any]:
+        """What is stored of keys and of values after some moves, array by array."""
+        moves, b = (source, target, count), self.shape[1]
+
+        def of_keys(x, other):
+            if other is None:
+                return moved_both(x, *moves, b, self.joined)
+            return move_rows(x, *moves)
+
+        new_k = _map_keys(of_keys, k, v)
+        return new_k, jax.tree.map(lambda x: move_rows(x, *moves), v)
 
     def _decoded(self, stored: tuple[Any, Any]) -> tuple[Array, Array]:
         keys, values = self._codecs
@@ -216,32 +229,33 @@ class KVPool:
 
         return [coarse, (missing(keys, k, coarse[0]), missing(values, v, coarse[1]))]
 
-    def _with(self, written, blocks: Int32[Array, "*n"], parts: list[tuple[Any, Any]]) -> "KVPool":
-        """With `written` of each array, of what is stored there of some rows and of their blocks;
-        and so what is stored of these rows' finer codes, in the blocks of these."""
-        pool = self._with_stored(lambda pool, rows: written(pool, rows, blocks), *parts[0])
+    def _with(
+        self,
+        blocks: Int32[Array, "*n"],
+        offsets: list[Int32[Array, "*n"]],
+        parts: list[tuple[Any, Any]],
+    ) -> "KVPool":
+        """With what is stored of the rows of some blocks, or of rows at offsets in them; and so
+        what is stored of these rows' finer codes, in the blocks of these."""
+        pool = self._with_stored((blocks, *offsets), *parts[0])
         if self.fine is not None:
-            finer = self.fine.of(blocks)
-            pool = pool._with_stored(lambda pool, rows: written(pool, rows, finer), *parts[1])
+            pool = pool._with_stored((self.fine.of(blocks), *offsets), *parts[1])
         return pool
 
-    def _with_stored(self, written, k, v) -> "KVPool":
-        """With `written` of each array and of what is stored there of some rows."""
-        if self.joined:
+    def _with_stored(self, at: tuple[Int32[Array, "*n"], ...], k: Any, v: Any) -> "KVPool":
+        """With what is stored of the rows of some blocks, or of rows at offsets in them."""
 
-            def both(held, one, other):
-                if held is not None:
-                    return one
-                row = jnp.concatenate([one, other], axis=-1)
-                return jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, -row.shape[-1] % LANES)])
+        def of_keys(pool, held, one, other):
+            return scattered(pool, at, one) if held is not None else with_both(pool, at, one, other)
 
-            def kept(held, other):
-                return None if held is None else other
+        def of_values(pool, other):
+            return None if pool is None else scattered(pool, at, other)
 
-            k = jax.tree.map(both, self.stored_v, k, v, is_leaf=_is_none)
-            v = jax.tree.map(kept, self.stored_v, v, is_leaf=_is_none)
-        k, v = jax.tree.map(written, (self.stored_k, self.stored_v), (k, v))
-        return dataclasses.replace(self, stored_k=k, stored_v=v)
+        return dataclasses.replace(
+            self,
+            stored_k=_map_keys(of_keys, self.stored_k, self.stored_v, k, v),
+            stored_v=jax.tree.map(of_values, self.stored_v, v, is_leaf=is_none),
+        )
 
     def _gathered(self, blocks: Int32[Array, "*n"]) -> tuple[Any, Any]:
         """What is stored of the keys and of the values of some blocks, 0 for ids out of range."""
@@ -250,51 +264,14 @@ class KVPool:
 
     def _apart(self, k: Any, v: Any) -> tuple[Any, Any]:
         """What is stored of keys and of values, each array of both as its halves."""
-        if (width := self.joined) is None:
-            return k, v
-
-        def of_keys(one, other):
-            return Half(one, width, False) if other is None else one
-
-        def of_values(one, other):
-            return Half(one, width, True) if other is None else other
-
-        return jax.tree.map(of_keys, k, v), jax.tree.map(of_values, k, v)
+        return halves(k, v, self.paired or 0, self.joined) if self.joins else (k, v)
 
 
-def _is_none(x: object) -> bool:
-    return x is None
-
-
-def joins_rows() -> bool:
-    """Whether a key and a value are one row, where they are short ones, on the device at hand."""
-    return device.of(None).platform == "tpu"
-
-
-def stored_shapes(
-    codec: Codec, num_blocks: int, block_size: int, head_dim: int, joined: bool
-) -> tuple[Any, Any, int | None]:
-    """Shapes and dtypes of what a pool stores of keys and of values, and `KVPool.joined`. Where
-    rows are joined, [N, b, w] of both, w from 64 to 127, are one [N, b, 128 or 256] in place of
-    that of keys, and None in place of the other."""
-    shape = (num_blocks, block_size, head_dim)
-    k, v = codec.of_keys.stored_shapes(*shape), codec.of_values.stored_shapes(*shape)
-    if not joined or jax.tree.structure(k) != jax.tree.structure(v):
-        return k, v, None
-    widths = {
-        one.shape[2]
-        for one, other in zip(*map(jax.tree.leaves, (k, v)))
-        if one == other and one.ndim == 3 and LANES // 2 <= one.shape[2] < LANES
-    }
-    if len(widths) != 1:
-        return k, v, None
-    (width,) = widths
-
-    def both(one):
-        padded = (*one.shape[:2], -(-2 * width // LANES) * LANES)
-        return jax.ShapeDtypeStruct(padded, one.dtype) if one.shape[2:] == (width,) else one
-
-    return jax.tree.map(both, k), jax.tree.map(lambda x: None if both(x) is not x else x, v), width
+def _map_keys(function: Any, keys: Any, *others: Any) -> Any:
+    """`jax.tree.map` over what is stored of keys, with None for an array that is that of both."""
+    leaves, tree = jax.tree.flatten(keys)
+    rest = [jax.tree.flatten(x, is_leaf=is_none)[0] for x in others]
+    return jax.tree.unflatten(tree, [function(*x) for x in zip(leaves, *rest, strict=True)])
 
 
 def gathered(
@@ -333,6 +310,17 @@ def write_newest(
     active: Bool[Array, " S"] | None = None,
 ) -> Num[Array, "N b *d"]:
     """Write one pool's value of the newest KV of one layer; of all slots by default."""
+    return scattered(pool, newest_slots(block_table, context_len, pool.shape[:2], active), values)
+
+
+def newest_slots(
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    blocks: tuple[int, ...],
+    active: Bool[Array, " S"] | None = None,
+) -> tuple[Int32[Array, "S H"], Int32[Array, "S H"]]:
+    """Block and offset of the newest KV of one layer in a pool of N blocks of b, N where there is
+    none; of all slots by default."""
     if active is not None:
         context_len = jnp.where(active[:, None], context_len, 0)
-    return reference.write_newest(pool, block_table, context_len, values)
+    return reference.newest(block_table, context_len, *blocks)

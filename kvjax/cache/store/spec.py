@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.store.codec import Codec, Plain
-from kvjax.cache.store.pool import joins_rows, stored_shapes
+from kvjax.cache.store.joined import joins_rows, joint, stored_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CacheSpec:
     planes: tuple[Plane, ...] = ()
     """Further numbers of each KV, as methods declare them."""
     joined: bool = False
-    """Whether a key and a value are one row where they are short, as on TPUs."""
+    """Whether arrays of keys and of values are one where rows are short, as on TPUs."""
 
     def __post_init__(self):
         """
@@ -74,7 +74,8 @@ class CacheSpec:
         planes: tuple[Plane, ...] = (),
     ) -> "CacheSpec":
         """That of a model's KVs on the device at hand."""
-        joined = joins_rows() and stored_shapes(codec, 1, 1, model.head_dim, True)[2] is not None
+        sizes = (1, block_size, model.head_dim)
+        joined = joins_rows() and bool(joint(*stored_shapes(codec, *sizes, True)[:2]))
         shape = model.num_layers, model.num_kv_heads, model.head_dim
         return cls(*shape, codec, block_size, planes, joined)
 
@@ -93,8 +94,9 @@ class CacheSpec:
         """Bytes of one KV: key and value, without what else is kept of it."""
         if not self.joined:
             return self.codec.kv_bytes(self.head_dim)
-        k, v, _ = stored_shapes(self.codec, 1, 1, self.head_dim, True)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
+        k, v, _ = stored_shapes(self.codec, 1, self.block_size, self.head_dim, True)
+        leaves = jax.tree.leaves((k, v))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // self.block_size
 
     @property
     def number_bytes(self) -> int:

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.kernels.device import LOG2E
-from kvjax.kernels.encoded import Encoded, form_of, turned
+from kvjax.kernels.encoded import Encoded, fine_table, form_of, turned, without_halves
 from kvjax.kernels.paged_attention import mosaic_gpu_finish as finishing
 from kvjax.kernels.paged_attention import worklist
 from kvjax.kernels.paged_attention.exact import ExactKVs, Piece, piece_of
@@ -55,6 +55,7 @@ def config(
         keep_logits=keep_logits,
         exact=exact,
         forms=forms,
+        fine=shape.fine,
     )
     if keep_logits and _num_tiles(shape) * TILE >= 2**31:
         raise NotImplementedError(
@@ -73,7 +74,7 @@ def _forms(shape: Shape) -> tuple[Form, Form] | None:
     Raises:
         NotImplementedError: not at this head dimension, or not both together.
     """
-    keys, values = shape.forms
+    keys, values = shape.codes
     if keys is None and values is None:
         return None
     if keys is None or values is None:
@@ -81,7 +82,9 @@ def _forms(shape: Shape) -> tuple[Form, Form] | None:
     forms = FORMS[keys], FORMS[values]
     if forms[0].operand != forms[1].operand:
         raise NotImplementedError(f"{keys} keys with {values} values")
-    if shape.head_dim % (32 * max(form.packed for form in forms)):
+    if shape.fine and not all(form.finite for form in forms):
+        raise NotImplementedError(f"finer codes of {keys} and {values}")
+    if shape.head_dim % (16 * max(form.packed for form in forms)):
         raise NotImplementedError(f"codes of head dimension {shape.head_dim}")
     return forms
 
@@ -119,6 +122,20 @@ def _begun(piece: Piece, c: Config) -> Float[Array, "rows n R"]:
     begun = jnp.concatenate([*ranges, sums], axis=1)
     padding = (0, 0), (0, 0), (0, c.padded_group - c.group)
     return jnp.pad(begun, padding, constant_values=1)
+
+
+def _finer(
+    fine: Int32[Array, " N"],
+    table: Int32[Array, "rows M"],
+    lengths: Int32[Array, " rows"],
+    c: Config,
+) -> tuple[Int32[Array, "rows pages"], Int32[Array, "rows tiles"]]:
+    """The blocks with the finer codes of a table's, N for none, of whole tiles; and a bit for each
+    page of a tile that has any."""
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % c.pages)))
+    blocks = fine_table(fine, table, lengths, c.block_size)
+    bits = (blocks < fine.shape[0]).reshape(len(blocks), -1, c.pages) << jnp.arange(c.pages)
+    return blocks, jnp.sum(bits, axis=2, dtype=jnp.int32)
 
 
 def append_and_attend(
@@ -186,10 +203,12 @@ def paged_attention(
     queries = _operands(turned(k, q).reshape(rows, c.group, q.shape[2]), c)
     pools: list[Any] = [k, v]
     if isinstance(k, Encoded) and isinstance(v, Encoded):
-        pools = [k.codes.stored, v.codes.stored, k.codes.scale, v.codes.scale]
+        keys, values = (without_halves(pool.codes) for pool in (k, v))
+        pools = [keys.stored, values.stored, keys.scale, values.scale]
     return _attend(
         q, k, v, block_table, context_len, c=c, queries=queries, newest=None, pools=pools,
-        metric=metric, power=power, observed=observed, exact=exact, work=work, interpret=interpret,
+        fine=k.fine if isinstance(k, Encoded) else None, metric=metric, power=power,
+        observed=observed, exact=exact, work=work, interpret=interpret,
     )  # fmt: skip
 
 
@@ -204,6 +223,7 @@ def _attend(
     queries: Array,
     newest: Array | None,
     pools: Any,
+    fine: Array | None = None,
     metric: Array | None = None,
     power: int = 2,
     observed: Array | None = None,
@@ -223,6 +243,7 @@ def _attend(
             f"and {TILE}: plan with the arguments of the call"
         )
     table = block_table.reshape(rows, max_blocks)
+    finer = [] if fine is None else _finer(fine, table, context_len.reshape(rows), c)
     beside, begun = None, []
     if exact is not None:
         beside = piece_of(q, exact, v, context_len, c.scale / LOG2E)
@@ -249,13 +270,18 @@ def _attend(
             jax.ShapeDtypeStruct((c.group, _num_tiles(shape) * TILE), jnp.float32),
         ]
 
+    arguments = [work.heads, work.spans, table, queries, *pools, *finer]
+    arguments += [*([] if newest is None else [newest]), *begun]
+
     def attend_body(*refs, **scratch):
         given, written = refs[: 4 + len(pools)], list(refs[4 + len(pools) :])
         scales = () if len(pools) > 2 else (None, None)
+        of_finer = (written.pop(0), written.pop(0)) if finer else (None, None)
         rows_given = None if newest is None else written.pop(0)
         of_exact = (written.pop(0), written.pop(0)) if begun else (None, None)
         kept = () if c.keep_logits else (None, None)
-        attend(*[*given, *scales, rows_given, *of_exact, *written, *kept], **scratch, c=c)
+        refs = (*given, *scales, *of_finer, rows_given, *of_exact, *written, *kept)
+        attend(*refs, **scratch, c=c)
 
     out, part, part_lse, *kept = call(
         attend_body,
@@ -266,7 +292,7 @@ def _attend(
         thread_name="thread",
         scratch_types=c.attend_scratch(),
         kernel_name="paged_attention",
-    )(work.heads, work.spans, table, queries, *pools, *([] if newest is None else [newest]), *begun)
+    )(*arguments)
     # Written head by head: shared ones are still missing.
     out_ref, statistic, metric_ref, lse_ref = jax.new_ref(out), [], None, None
     if metric is not None:

@@ -11,12 +11,17 @@ Heads without KVs get zeros, while the first tiles are on their way; those that 
 share are finished by `mosaic_gpu_finish.py`. Logits and log-sum-exps are in units of log 2 (`scale`
 carries log₂ e).
 
+Where blocks have finer codes in others, pages of these come beside theirs, and a tile with any goes
+through both products a second time: with these codes and their scales, nothing where a page has
+none.
+
 Where some KVs of a head are read elsewhere, exactly, whoever begins the head begins with what these
 gave (output, largest logit, sum), and words of bits say which KVs of the pool they stand for.
 """
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -102,6 +107,8 @@ def attend(
     v,  # [N, b, d]
     k_scale,  # [N, b] bf16, or None
     v_scale,  # [N, b] bf16, or None
+    fine,  # [rows, pages] i32, the blocks with the finer codes of the table's, N for none, or None
+    finer,  # [rows, tiles] i32, a bit for each page of a tile that has such codes, or None
     newest,  # [rows, n, d], or None; k and v are written to then
     elsewhere,  # [rows, words] i32, a bit for each KV that is not read here, or None
     begun,  # [rows, begun rows, R] f32, see `Config.begun_rows`, or None
@@ -112,7 +119,7 @@ def attend(
     logits,  # [r, line] f32, or None
     *,
     q_s,  # [2, parts, R, d]
-    k_s,  # [stages, tile, d]
+    k_s,  # [stages, tile, d]; of finer codes behind those of codes
     v_s,  # [stages, tile, d]
     operand_s,  # [parts, tile, d], or None
     p_s,  # [parts, R, tile]
@@ -126,7 +133,7 @@ def attend(
     v_full,
     free,
     scales_s,  # [stages, 2 pages, 64] bf16, or None
-    flat_s,  # [2 tile] f32, or None
+    flat_s,  # [rounds, 2 tile] f32, or None
     c: Config,
 ):
     """Attention of one stretch of the work list; see the module."""
@@ -138,25 +145,31 @@ def attend(
     def newest_row(slot, n):
         return newest_s.at[slot, pl.ds(n, 1), pl.ds(0, c.head_dim)]
 
-    def copy_page(row, length, t, slot, j):
-        page_index = t * c.pages + j
-        token = page_index * c.block_size
-        inside = pl.ds(j * c.block_size, c.block_size)
+    def copy_if(wanted, pages, at, slot, first, j):
+        into, inside = first + slot, pl.ds(j * c.block_size, c.block_size)
 
-        @pl.when(token < length)
-        def _copy():
-            page = table[row, page_index]
-            plgpu.copy_gmem_to_smem(k.at[page], k_s.at[slot, inside], k_full.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[page], v_s.at[slot, inside], v_full.at[slot])
+        def copy():
+            page = pages[at]
+            plgpu.copy_gmem_to_smem(k.at[page], k_s.at[into, inside], k_full.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[page], v_s.at[into, inside], v_full.at[slot])
             if scales_s is not None:
-                codes.copy_scales(page, slot, j, k_scale, v_scale, scales_s, k_full.at[slot])
+                codes.copy_scales(page, into, j, k_scale, v_scale, scales_s, k_full.at[slot])
 
-        # The barriers count pages, so one beyond the head's end arrives without a copy.
-        @pl.when(token >= length)
-        def _skip():
-            for _ in range(1 if scales_s is None else 3):
+        def skip():
+            # The barriers count pages, so one that is not there arrives without a copy.
+            for _ in range(c.copies):
                 plgpu.barrier_arrive(k_full.at[slot])
             plgpu.barrier_arrive(v_full.at[slot])
+
+        lax.cond(wanted, copy, skip)
+
+    def copy_page(row, length, t, slot, j):
+        page_index = t * c.pages + j
+        inside = page_index * c.block_size < length
+        at = row, page_index
+        copy_if(inside, table, at, slot, 0, j)
+        if fine is not None:
+            copy_if(jnp.logical_and(inside, fine[at] < k.shape[0]), fine, at, slot, c.stages, j)
 
     def copy_tile(t, step, *, head, warp):
         slot = lax.rem(step, c.stages)
@@ -225,11 +238,17 @@ def attend(
             tile_s[columns] = _before(value, end)
         plgpu.commit_smem()
 
+    def numbers(tile_s, n, end=None):
+        """Codes of keys (0) or values (1) as operands. Beyond a head's end values are zeros."""
+        assert c.forms is not None
+        codes.convert(tile_s, operand_s.at[0], c.forms[n], end)
+        plgpu.commit_smem()
+        return lambda part: operand_s.at[part]
+
     def keys(slot):
         if c.forms is not None:
-            codes.convert(k_s.at[slot], operand_s.at[0], c.forms[0])
-            plgpu.commit_smem()
-        elif c.split:
+            return numbers(k_s.at[slot], 0)
+        if c.split:
             # Another warp may still multiply by the values of the tile before.
             plgpu.commit_smem()
             split(k_s.at[slot], TILE)
@@ -240,9 +259,7 @@ def attend(
     def values(slot, end):
         """Weight 0 does not silence a NaN, so what lies beyond a head's end is set to zero."""
         if c.forms is not None:
-            codes.convert(v_s.at[slot], operand_s.at[0], c.forms[1], end)
-            plgpu.commit_smem()
-            return lambda part: operand_s.at[part]
+            return numbers(v_s.at[slot], 1, end)
         if c.split:
             split(v_s.at[slot], end)
             return lambda part: operand_s.at[part]
@@ -255,6 +272,22 @@ def attend(
             pl.when(end < TILE)(clear)
         return lambda _: v_s.at[slot]
 
+    def there(x, i, pages):
+        """Rows of a product of a tile with codes (i = 0) or finer codes (1), which some pages have,
+        by their bits; else zeros."""
+        if pages is None:
+            return x
+        page = lax.div(row_iota(x.shape), jnp.int32(c.block_size))
+        bits = jnp.where(i == 0, -1, pages)
+        return jnp.where(lax.shift_right_logical(bits, page) & 1 == 1, x, jnp.zeros_like(x))
+
+    def added_up(of, total, pages):
+        """A sum and what a tile's codes give, and its finer codes where it has any."""
+        add = lambda i, total: jax.tree.map(jnp.add, total, of(i))  # noqa: E731
+        if pages is None:
+            return add(0, total)
+        return lax.fori_loop(0, jnp.where(pages == 0, 1, 2), add, total)
+
     def attend_tile(t, carry, *, head, q_slot):
         accs, top, total, step = carry
         slot = lax.rem(step, c.stages)
@@ -263,24 +296,39 @@ def attend(
         if elsewhere is not None:
             # Before anything is waited for.
             words = [elsewhere[head.row, t * WORDS + n] for n in range(WORDS)]
+        pages = None if finer is None else finer[head.row, t]
 
         plgpu.barrier_wait(k_full.at[slot])
         queries = lambda i: q_s.at[q_slot, i].transpose((1, 0))  # noqa: E731
         if newest_s is not None:
             pl.when(end <= TILE)(lambda: put(k_s.at[slot], newest_s.at[q_slot, 0], end))
-        if flat_s is not None:
-            # First, because warps meet there: one may still multiply by the tile before.
-            of_keys, of_values = codes.tile_scales(scales_s.at[slot], flat_s)
-        s = _product((TILE, c.padded_group), _pairs(keys(slot), queries, c)) * c.scale
-        if flat_s is not None:
-            s = codes.times(s, of_keys)
+
+        def logits_of(i):
+            at = slot + i * c.stages
+            if flat_s is not None:
+                # First, because warps meet there: one may still multiply by the tile before.
+                codes.gather_scales(scales_s.at[at], flat_s.at[i])
+            s = _product((TILE, c.padded_group), _pairs(keys(at), queries, c)) * c.scale
+            if flat_s is not None:
+                s = codes.times(s, codes.tile_scales(flat_s.at[i], False))
+            return there(s, i, pages)
+
+        s = added_up(logits_of, _full((TILE, c.padded_group), 0, WGMMA), pages)
         s = jnp.where(_held(s.shape, end, words), s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=0))
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - repeat(new_top, s))
         total = total * repeat(decay, s) + p
-        weighted = p if flat_s is None else _before(codes.times(p, of_values * c.unit), end)
-        _store_parts(p_s.transpose((0, 2, 1)), weighted, c)
+
+        def store_weights(i):
+            weighted = p
+            if flat_s is not None:
+                weighted = codes.times(p, codes.tile_scales(flat_s.at[i], True) * c.unit)
+                weighted = there(_before(weighted, end), i, pages)
+            _store_parts(p_s.transpose((0, 2, 1)), weighted, c)
+
+        if pages is None:
+            store_weights(0)
         if logits is not None:
             mine = logits_s.at[lax.rem(step, 2)]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -294,15 +342,24 @@ def attend(
         plgpu.barrier_wait(v_full.at[slot])
         if newest_s is not None:
             pl.when(end <= TILE)(lambda: put(v_s.at[slot], newest_s.at[q_slot, 1], end))
-        tile = values(slot, end)
+
         weights = lambda i: p_s.at[i].transpose((1, 0))  # noqa: E731
 
-        def updated(acc, first, count):
-            part = lambda i: tile(i).at[:, pl.ds(first, count)].transpose((1, 0))  # noqa: E731
-            update = _product((count, c.padded_group), _pairs(part, weights, c))
-            return acc * repeat(decay, acc) + update
+        def output_of(i):
+            if pages is not None:
+                # Another warp may still multiply by the tile before.
+                plgpu.commit_smem()
+                store_weights(i)
+            tile = values(slot + i * c.stages, end)
 
-        accs = tuple(updated(acc, *r) for acc, r in zip(accs, c.channels, strict=True))
+            def update(first, count):
+                part = lambda i: tile(i).at[:, pl.ds(first, count)].transpose((1, 0))  # noqa: E731
+                return _product((count, c.padded_group), _pairs(part, weights, c))
+
+            return tuple(update(*channels) for channels in c.channels)
+
+        accs = tuple(acc * repeat(decay, acc) for acc in accs)
+        accs = added_up(output_of, accs, pages)
         plgpu.barrier_arrive(free.at[slot])
         return accs, new_top, total, step + 1
 

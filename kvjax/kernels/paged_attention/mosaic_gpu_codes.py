@@ -32,8 +32,8 @@ class Form:
     finite: bool = True
     """Whether all bytes are finite numbers."""
     packed: int = 1
-    """Numbers in what is stored, one or two: unsigned nibbles, of which 7.5 is taken, those of the
-    first half of a row in the low bits."""
+    """Numbers in what is stored: one, or several of no sign, of which half the largest is taken,
+    those of the first part of a row in the lowest bits."""
     unit: float = 1.0
     """Weights are times a scale and this, so that they fill the operand's range: of a float16
     operand with the numbers of a row up to `unit`, about the row's largest entry times p."""
@@ -41,12 +41,28 @@ class Form:
     def columns(self, width: int) -> int:
         """How many columns of a tile of codes, whose rows are so wide, are converted at once: as
         many as leave registers for two programs on a multiprocessor."""
-        return math.gcd(width, 64 // self.packed)
+        return math.gcd(width, max(32, 64 // self.packed))
+
+    def parts(self, stored) -> list:
+        """The numbers in what is stored, as operands: those of each part of a row."""
+        if self.packed == 1:
+            return [stored.astype(self.operand)]
+        bits, found = 8 // self.packed, []
+        for shift in range(0, 8, bits):
+            number = stored & (((1 << bits) - 1) << shift)
+            less = ((1 << bits) - 1) / 2
+            if shift + bits == 8:
+                # Signed bytes take fewer instructions to convert: the highest bits, less 128.
+                number, less = number ^ 128, less - (128 >> shift)
+            number = number.astype(jnp.int8).astype(self.operand)
+            found.append(number * 2.0**-shift - less)
+        return found
 
 
 FORMS: Mapping[str, Form] = {
     "int8": Form("int8", "bfloat16"),
     "int4": Form("uint8", "bfloat16", packed=2),
+    "int2": Form("uint8", "bfloat16", packed=4),
     "e4m3": Form("float8_e4m3fn", "float16", finite=False, unit=448.0),
     "e5m2": Form("float8_e5m2", "float16", finite=False, unit=57344.0),
 }
@@ -56,13 +72,13 @@ ROWS = Form("", "")
 """What stands for rows as they are."""
 
 
-def scratch(stages: int, block_size: int) -> dict:
+def scratch(stages: int, rounds: int, block_size: int) -> dict:
     """Shared memory for the scales of tiles of keys and values: a row of 128 bytes for each page
-    (so copies are aligned), and those of one tile side by side."""
+    (so copies are aligned), and those of one tile side by side; of finer codes behind these."""
     pages = 2 * ALIGNED // block_size
     return {
-        "scales_s": plgpu.SMEM((stages, pages, ALIGNED), jnp.bfloat16),
-        "flat_s": plgpu.SMEM((2 * ALIGNED,), jnp.float32),
+        "scales_s": plgpu.SMEM((stages * rounds, pages, ALIGNED), jnp.bfloat16),
+        "flat_s": plgpu.SMEM((rounds, 2 * ALIGNED), jnp.float32),
     }
 
 
@@ -73,16 +89,20 @@ def copy_scales(page, slot, j, k_scale, v_scale, scales_s, barrier) -> None:
         plgpu.copy_gmem_to_smem(pool.at[pl.ds(page, 1)], place, barrier)
 
 
-def tile_scales(scales, flat_s):
-    """The scales of a tile of keys and of one of values, a number for each row of a product."""
+def gather_scales(scales, flat_s) -> None:
+    """Put the scales of a tile of keys and of one of values side by side; warps meet."""
     pages = scales.shape[0]
     b = 2 * ALIGNED // pages
     for page in range(pages):
         found = plgpu.load(scales.at[page, pl.ds(0, b)], layout=EIGHTS, optimized=False)
         flat_s[pl.ds(page * b, b)] = found.astype(jnp.float32)
     plgpu.commit_smem()
-    halves = [flat_s.at[pl.ds(first, ALIGNED)] for first in (0, ALIGNED)]
-    return [plgpu.load(half, layout=PER_KV, optimized=False) for half in halves]
+
+
+def tile_scales(flat_s, values: bool):
+    """Those of keys or of values, a number for each row of a product."""
+    half = flat_s.at[pl.ds(ALIGNED if values else 0, ALIGNED)]
+    return plgpu.load(half, layout=PER_KV, optimized=False)
 
 
 def times(x, scale):
@@ -100,14 +120,7 @@ def convert(codes, operands, form: Form, end=None):
     count = form.columns(width)
     for first in range(0, width, count):
         found = plgpu.load(codes.at[:, pl.ds(first, count)], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        if form.packed == 1:
-            parts = [found.astype(form.operand)]
-        else:
-            # Signed bytes take fewer instructions to convert: the high nibble less 8, above.
-            low, high = found & 15, (found & 240) ^ 128
-            low, high = (x.astype(jnp.int8).astype(form.operand) for x in (low, high))
-            parts = [low - 7.5, high * (1 / 16) + 0.5]
-        for n, numbers in enumerate(parts):
+        for n, numbers in enumerate(form.parts(found)):
             numbers = plgpu.layout_cast(numbers, WGMMA)
             if end is not None and not form.finite:
                 row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=WGMMA)

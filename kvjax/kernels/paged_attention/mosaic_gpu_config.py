@@ -42,6 +42,8 @@ class Config:
     """Whether heads begin with what their exact KVs gave, and leave these out of the pool's."""
     forms: tuple[codes.Form, codes.Form] | None = None
     """How codes of keys and of values are read, where pools hold codes instead of rows."""
+    fine: bool = False
+    """Whether blocks may have finer codes in others, of which rows are to be added to theirs."""
     newest_at: int | None = None
     """Where newest keys and values stand among rows that are given, if the kernel appends them."""
 
@@ -120,6 +122,32 @@ class Config:
         forms = self.forms or (codes.ROWS, codes.ROWS)
         return self.head_dim // forms[0].packed, self.head_dim // forms[1].packed
 
+    @property
+    def at_once(self) -> tuple[int, int]:
+        """Of these, how many become operands at once."""
+        if self.forms is None:
+            return self.widths
+        keys, values = (form.columns(n) for form, n in zip(self.forms, self.widths))
+        return keys, values
+
+    @property
+    def rounds(self) -> int:
+        """Tiles in shared memory for one of KVs: of codes, and of finer codes behind all these."""
+        return 2 if self.fine else 1
+
+    @property
+    def copies(self) -> int:
+        """Copies of a page that the products with keys wait for: of keys, and of all scales."""
+        return 1 if self.forms is None else 3
+
+    def _rows_scratch(self, n: int):
+        """Shared memory for tiles of what is stored of keys (0) or values (1)."""
+        shape, at_once = (self.stages * self.rounds, TILE, self.widths[n]), self.at_once[n]
+        # Rows of 16 bytes are shorter than any swizzle.
+        if at_once * self.stored[n].itemsize < 32:
+            return plgpu.SMEM(shape, self.stored[n])
+        return self._tiled(shape, self.stored[n], at_once)
+
     def _tiled(self, shape: tuple[int, ...], dtype: jnp.dtype, width: int | None = None):
         """Shared memory in tiles for rows of `width`."""
         columns = self.columns(dtype, width)
@@ -139,25 +167,24 @@ class Config:
     def attend_scratch(self) -> dict:
         """Shared memory and barriers of `attend`."""
         r, d, stages, parts = self.padded_group, self.head_dim, self.stages, self.parts
-        operand, (k, v), widths = self.operand_dtype, self.stored, self.widths
-        arrivals = self.pages * (1 if self.forms is None else 3)
+        operand, k = self.operand_dtype, self.stored[0]
+        arrivals = self.pages * self.rounds
         newest = None
         if self.newest_at is not None:
             width = -(-d * k.itemsize // ALIGNED) * ALIGNED // k.itemsize
             newest = plgpu.SMEM((2, 2, width), k)
         of_a_head = parts + (0 if newest is None else 2) + self.exact
         begun = plgpu.SMEM((2, self.begun_rows, r), jnp.float32)
-        scales, at_once = dict.fromkeys(("scales_s", "flat_s")), widths
+        scales = dict.fromkeys(("scales_s", "flat_s"))
         if self.forms is not None:
-            at_once = tuple(form.columns(n) for form, n in zip(self.forms, widths))
-            scales = codes.scratch(stages, self.block_size)
+            scales = codes.scratch(stages, self.rounds, self.block_size)
         # A product's operands have one swizzle, and are written by so many columns of codes.
-        narrow = min(at_once)
+        narrow = min(self.at_once)
         converted = (2, TILE, d) if self.split else (1, TILE, d)
         return {
             "q_s": self._tiled((2, parts, r, d), operand, narrow),
-            "k_s": self._tiled((stages, TILE, widths[0]), k, at_once[0]),
-            "v_s": self._tiled((stages, TILE, widths[1]), v, at_once[1]),
+            "k_s": self._rows_scratch(0),
+            "v_s": self._rows_scratch(1),
             "operand_s": self._tiled(converted, operand, narrow) if operand != k else None,
             "p_s": self._tiled((parts, r, TILE), operand, narrow),
             "out_s": self.out_scratch(),
@@ -166,8 +193,8 @@ class Config:
             "begun_s": begun if self.exact else None,
             "q_full": plgpu.Barrier(num_arrivals=of_a_head, num_barriers=2),
             "q_free": plgpu.Barrier(num_barriers=2),
-            "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            "v_full": plgpu.Barrier(num_arrivals=self.pages, num_barriers=stages),
+            "k_full": plgpu.Barrier(num_arrivals=arrivals * self.copies, num_barriers=stages),
+            "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
             "free": plgpu.Barrier(num_barriers=stages),
             **scales,
         }

@@ -23,7 +23,7 @@ from numba.np.numpy_support import carray
 from kvjax.kernels import numba_calls as calls
 from kvjax.kernels import numba_source
 from kvjax.kernels import numba_threads as threads
-from kvjax.kernels.encoded import Encoded, turned
+from kvjax.kernels.encoded import Encoded, turned, without_halves
 from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, bfloat16_at, float32s, int32s
 from kvjax.kernels.numba_matrices import FAST, exp, exponentials
 from kvjax.kernels.numba_vectors import ROWS, add_weighted, dots, to_float32
@@ -58,12 +58,9 @@ def config(shape: Shape, *, scale: float, keep_weights: bool, exact: bool) -> Co
         raise NotImplementedError("exact rows")
     if shape.halves:
         raise NotImplementedError("halves of rows")
-    kinds, fine = [], False
-    for form in shape.forms:
-        name, served = shape.dtype, STORED_ROWS
-        if form is not None:
-            fine |= form.endswith("+")
-            name, served = form.removesuffix("+"), STORED_CODES
+    kinds, fine = [], shape.fine
+    for form in shape.codes:
+        name, served = (shape.dtype, STORED_ROWS) if form is None else (form, STORED_CODES)
         if name not in served:
             names = ", ".join((*STORED_ROWS, *STORED_CODES))
             raise NotImplementedError(f"{name} pools, served are {names}")
@@ -103,7 +100,7 @@ def paged_attention(
     queries = (turned(k, q.astype(jnp.float32)) * c.scale).reshape(rows, group, d)
     stored: list[Any] = []
     for pool in (k, v):
-        stored += pool.codes if isinstance(pool, Encoded) else [pool]
+        stored += without_halves(pool.codes) if isinstance(pool, Encoded) else [pool]
     pieces = (rows, math.ceil(max_blocks * block_size / PIECE_TOKENS), group)
     shapes = [(rows, group, d), (*pieces, d), pieces, pieces]
     given = [queries, block_table.reshape(rows, max_blocks), context_len.reshape(rows), *stored]

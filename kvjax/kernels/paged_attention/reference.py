@@ -39,11 +39,21 @@ def write_newest(
 ) -> Num[Array, "N b *w"]:
     """A pool with the value of the newest KV of every head that has any: the last that
     `context_len` counts."""
-    num_blocks, b = pool.shape[:2]
+    at = newest(block_table, context_len, *pool.shape[:2])
+    return pool.at[at].set(values.astype(pool.dtype), mode="drop")
+
+
+def newest(
+    block_table: Int32[Array, "S H M"],
+    context_len: Int32[Array, "S H"],
+    num_blocks: int,
+    block_size: int,
+) -> tuple[Int32[Array, "S H"], Int32[Array, "S H"]]:
+    """Block and offset of the newest KV of every head, the last that `context_len` counts; block N
+    where there is none."""
     last = jnp.maximum(context_len - 1, 0)
-    block = jnp.take_along_axis(block_table, (last // b)[..., None], axis=-1)[..., 0]
-    block = jnp.where(context_len > 0, block, num_blocks)
-    return pool.at[block, last % b].set(values.astype(pool.dtype), mode="drop")
+    block = jnp.take_along_axis(block_table, (last // block_size)[..., None], axis=-1)[..., 0]
+    return jnp.where(context_len > 0, block, num_blocks), last % block_size
 
 
 def paged_attention(

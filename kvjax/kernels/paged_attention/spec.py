@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.device import HEAD_DIMS
-from kvjax.kernels.encoded import form_of, half_of
+from kvjax.kernels.encoded import FINER, form_of, half_of
 
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP = 16
@@ -38,6 +38,17 @@ class Shape:
     """What is stored of keys and of values, None for rows as they are (`kvjax.kernels.encoded`)."""
     halves: bool = False
     """Whether a row of both, or of codes of both, is one row of an array."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether blocks may have finer codes in others."""
+        return any(form is not None and form.endswith(FINER) for form in self.forms)
+
+    @property
+    def codes(self) -> tuple[str | None, str | None]:
+        """The forms, whether there are finer codes or not."""
+        keys, values = (form and form.removesuffix(FINER) for form in self.forms)
+        return keys, values
 
     @property
     def rows(self) -> int:
@@ -122,8 +133,12 @@ def checked(q, k, v, block_table, context_len, metric) -> Shape:
     halves = (half_of(k), half_of(v))
     if halves not in ((None, None), (False, True)):
         raise wanted("halves of rows that k and v are", halves, "(None, None) or (False, True)")
+    forms = (form_of(k), form_of(v))
+    fine = [form is not None and form.endswith(FINER) for form in forms]
+    if fine[0] != fine[1]:
+        raise wanted("finer codes of k and v", fine, "those of both, in the same blocks, or none")
     group = q.shape[1] // heads
-    kind = (str(k.dtype), (form_of(k), form_of(v)), halves[0] is not None)
+    kind = (str(k.dtype), forms, halves[0] is not None)
     return Shape(seqs, heads, group, head_dim, blocks, block_size, max_blocks, *kind)
 
 
@@ -200,7 +215,7 @@ def served_shape(shape: Shape, forms: Collection[str]) -> None:
         raise NotImplementedError(
             f"{shape.group} query heads per KV head, served are 1 to {MAX_GROUP}"
         )
-    for form in shape.forms:
+    for form in shape.codes:
         if form is not None and form not in forms:
             raise NotImplementedError(f"{form} pools, served are {', '.join(forms)}")
     if shape.rows == 0 or shape.blocks == 0 or shape.max_blocks == 0:
