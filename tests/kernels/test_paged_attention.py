@@ -95,7 +95,10 @@ HALVES = {
         shaped(head_dim=64, halves=True, forms=("e4m3", "e4m3"), block_size=32),
     ),
     "halves int4": (RAGGED, shaped(halves=True, forms=("int4", "int4"))),
-    "halves int4 d=64": (RAGGED, shaped(head_dim=64, halves=True, forms=("int4", "int4"))),
+    "halves int4 float32 d=64": (
+        RAGGED,
+        shaped(head_dim=64, halves=True, forms=("int4", "int4"), dtype="float32"),
+    ),
     "halves int4+ b=8 float32": (
         RAGGED,
         shaped(halves=True, forms=("int4+", "int4+"), block_size=8, dtype="float32"),
@@ -126,7 +129,7 @@ BY_DEFAULT = {
     },
     "tpu": {
         "ragged", "all empty", "one long head", "many short heads", "b=8", "r=3", "d=80",
-        "float32", "int8", "halves", "halves int8", "halves int4 d=64", "halves int4+ b=8 float32",
+        "float32", "int8", "halves", "halves int8", "halves int4 float32 d=64", "halves int4+ b=8 float32",
     },
     "tpu_checked": {"ragged", "b=8", "int8 b=8", "halves int2+ d=64 b=32"},
     "mosaic_gpu": {

@@ -159,7 +159,7 @@ def has_halves(form: str | None, d: int, block_size: int) -> bool:
     """Whether TPUs have rows of both keys and values, of so many bytes or numbers."""
     width = d // PACKED.get((form or "").removesuffix("+"), 1)
     fold = {32: 2, 24: 2, 16: 4}.get(width, 1)
-    return width in (16, 24, 32, 48, 64, 80, 96) and block_size % (8 * fold if fold > 1 else 1) == 0
+    return width in (16, 24, 32, 48, 64, 80, 96) and block_size % (4 * fold if fold > 1 else 1) == 0
 
 
 def served(kernel: str, shape: spec.Shape) -> bool:

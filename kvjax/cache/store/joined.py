@@ -17,7 +17,7 @@ from kvjax.cache.store.codec import Codec
 from kvjax.kernels import Half, HalfNumbers, device
 from kvjax.kernels.encoded import LANES, fold_of, folded
 
-SUBLANES = 8
+SUBLANES = 4
 """Rows of a block, at least, where a row has several KVs."""
 
 
