@@ -68,6 +68,8 @@ NARROW = "llama3.2-1b"
 NARROW_POOL = 4 * 10**9
 """Bytes of its pool, were that of bfloat16: far more than all else."""
 LARGE_POOL = "steps kv-compress-continual, pool of 75 GB"
+CODES = ("int8", "int4", "int4+", "int2")
+"""Of pools whose steps are compiled, with few layers."""
 PLUGINS = {
     "h200": ("jax_cuda13_plugin", "cuda"),
     "v5e": ("libtpu", "tpu"),
@@ -187,7 +189,7 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
     for method in ("full", "kv-compress-continual"):
         if only in f"steps {method}":
             yield f"steps {method}", *decode_steps(target, method)
-    for stored in ("bfloat16", "int8", "int4", "int4+", "int2") if target != "h200" else ():
+    for stored in ("bfloat16", *CODES) if target != "h200" else ():
         for method in ("full", "kv-compress-continual"):
             for d in (64, 80, 96) if stored == "bfloat16" else (64, 96):
                 if only in (name := f"steps {method} d={d} {stored}"):
@@ -195,6 +197,10 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
                         target, method, 2, NARROW_POOL, stored=stored, model=NARROW, head_dim=d
                     )
                     yield name, *narrow
+    for stored in CODES if target == "h200" else ():
+        for method in ("full", "kv-compress-continual"):
+            if only in (name := f"steps {method} {stored}"):
+                yield name, *decode_steps(target, method, 3, 10**10, stored=stored)
     if target == "h200" and only in LARGE_POOL:
         # Of which a few layers show what all do.
         large = decode_steps(target, "kv-compress-continual", 3, 75 * 10**9, slots=256)

@@ -117,14 +117,18 @@ def test_a_cache_of_joined_rows_is_that_of_rows_apart(name: str, head_dim: int, 
     assert np.abs(np.asarray(k) - np.asarray(v)).max() > 1
 
 
-@pytest.mark.parametrize("name", ["float32", "int8"])
-def test_what_is_kept_is_not_encoded_again(name: str):
+@pytest.mark.parametrize(
+    ("name", "head_dim", "b"),
+    [("float32", 64, B), ("float32", 80, B), ("int8", 64, B), ("int2", 64, 16)],
+)
+def test_what_is_kept_is_not_encoded_again(name: str, head_dim: int, b: int):
     """Rows that `read` gave stay as they are stored; one that is new changes, and its value does
     not."""
     rng = np.random.default_rng(3)
-    pool = KVPool.empty(kv.as_codec(name, jnp.float32), 6, B, 64, joined=True)
+    pool = KVPool.empty(kv.as_codec(name, jnp.float32), 6, b, head_dim, joined=True)
+    assert pool.joined
     blocks = jnp.arange(6, dtype=jnp.int32)
-    rows = [jnp.asarray(rng.standard_normal((6, B, 64)), jnp.float32) for _ in "kv"]
+    rows = [jnp.asarray(rng.standard_normal((6, b, head_dim)), jnp.float32) for _ in "kv"]
     pool = pool.write((blocks,), *rows)
     k, v = pool.read(blocks)
     changed = pool.rewrite(blocks, k.at[2, 1].set(rows[1][0, 0]), v)
