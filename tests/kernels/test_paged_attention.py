@@ -129,7 +129,8 @@ BY_DEFAULT = {
     },
     "tpu": {
         "ragged", "all empty", "one long head", "many short heads", "b=8", "r=3", "d=80",
-        "float32", "int8", "halves", "halves int8", "halves int4 float32 d=64", "halves int4+ b=8 float32",
+        "float32", "int8", "halves", "halves int8", "halves int4 float32 d=64",
+        "halves int4+ b=8 float32",
     },
     "tpu_checked": {"ragged", "b=8", "int8 b=8", "halves int2+ d=64 b=32"},
     "mosaic_gpu": {
