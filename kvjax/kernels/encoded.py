@@ -37,10 +37,36 @@ class Decoder(Protocol):
     def decode(self, stored: Any) -> Float[Array, "*n d"]: ...
 
 
+class _OfBoth:
+    """What is stored of keys, or of values, in an array of both."""
+
+    both: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.both.dtype
+
+    def __getitem__(self, blocks: Int32[Array, "*n"]) -> Num[Array, "..."]:
+        """What belongs to some blocks."""
+        return self.of(self.both[blocks])
+
+    def of(self, rows: Num[Array, "..."]) -> Num[Array, "..."]:
+        """This half of some blocks of the array."""
+        raise NotImplementedError
+
+
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Half:
+class Half(_OfBoth):
     """A pool [N, b, w] of keys or values where a row of each make one row of an array.
 
     TPUs keep rows of 128 numbers, or a multiple, as they are, and turn around a pool of others.
@@ -58,20 +84,7 @@ class Half:
         *blocks, rows, _ = self.both.shape
         return (*blocks, rows * fold_of(self.width), self.width)
 
-    @property
-    def ndim(self) -> int:
-        return self.both.ndim
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.both.dtype
-
-    def __getitem__(self, blocks: Int32[Array, "*n"]) -> Num[Array, "..."]:
-        """The rows of some blocks."""
-        return self.of(self.both[blocks])
-
     def of(self, rows: Num[Array, "*n rows w2"]) -> Num[Array, "*n b w"]:
-        """This half of some blocks of the array."""
         both = unfolded(rows, self.width)
         return both[..., self.width :] if self.of_values else both[..., : self.width]
 
@@ -79,7 +92,7 @@ class Half:
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HalfNumbers:
+class HalfNumbers(_OfBoth):
     """Numbers [N, b], one of each key or value of a pool, where those of a block's keys are a row
     of an array and those of its values the next, with zeros up to a multiple of 128 behind them."""
 
@@ -92,20 +105,7 @@ class HalfNumbers:
     def shape(self) -> tuple[int, ...]:
         return (*self.both.shape[:-2], self.size)
 
-    @property
-    def ndim(self) -> int:
-        return self.both.ndim - 1
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.both.dtype
-
-    def __getitem__(self, blocks: Int32[Array, "*n"]) -> Num[Array, "*n b"]:
-        """The numbers of some blocks."""
-        return self.of(self.both[blocks])
-
     def of(self, rows: Num[Array, "*n 2 w"]) -> Num[Array, "*n b"]:
-        """This half of some blocks of the array."""
         return rows[..., int(self.of_values), : self.size]
 
 
@@ -139,7 +139,7 @@ def unfolded(rows: Num[Array, "*n rows w"], width: int) -> Num[Array, "*n b w2"]
 
 def is_half(x: object) -> bool:
     """Whether it is a half of an array: a leaf of what a pool stores."""
-    return isinstance(x, Half | HalfNumbers)
+    return isinstance(x, _OfBoth)
 
 
 def without_halves(stored: Any) -> Any:
