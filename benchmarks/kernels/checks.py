@@ -1,5 +1,6 @@
 """What `--only check` compares: each kernel with the XLA reference in float32."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from jax import Array
 from benchmarks.kernels import cases
 from kvjax.cache import as_codec
 from kvjax.kernels import (
+    Encoded,
     ExactKVs,
     Prefix,
     append_and_attend,
@@ -23,6 +25,7 @@ from kvjax.kernels import (
     prefill_attention_with_log_sum,
     window_metrics,
 )
+from kvjax.kernels.encoded import FINER, without_halves
 from kvjax.kernels.paged_attention import reference, spec
 
 LIMITS = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 1e-2}
@@ -87,20 +90,52 @@ def coded_problem(
     """`decode_problem` with a pool of codes, the newest KVs of each head exact beside it: the call,
     the same with the rows that these codes stand for in float32, and the rest of it."""
     (q, *pools, table, lengths), metric, observed = decode_problem(shape, longest)
-    coded, decoded = [], []
-    for form, pool in zip(shape.forms, pools, strict=True):
-        codec, written = as_codec(form, shape.dtype), ~jnp.isnan(pool[..., :1])
-        stored = codec.encode(jnp.where(written, pool, 0))
-        poisoned = jnp.where(written[..., 0], stored["scale"], jnp.nan)
-        coded.append(codec.operand({**stored, "scale": poisoned.astype(stored["scale"].dtype)}))
-        rows = as_codec(form, "float32").decode(stored)
-        decoded.append(jnp.where(written, rows, jnp.nan))
+    tag = None
+    if shape.fine:
+        # Every other block has finer codes, in one behind all others.
+        n, blocks = metric.shape[0], jnp.arange(2 * metric.shape[0], dtype=jnp.int32)
+        tag = jnp.where((blocks < n) & (blocks % 2 == 0), blocks + n, 2 * n)
+        metric = jnp.pad(metric, ((0, n), (0, 0)))
+        room = ((0, n), (0, 0), (0, 0))
+        pools = [jnp.pad(pool, room, constant_values=jnp.nan) for pool in pools]
+    encoded, decoded = [], []
+    for form, pool in zip(shape.codes, pools, strict=True):
+        written = ~jnp.isnan(pool[..., 0])
+        encoded.append(coded(pool, written, form, tag))
+        decoded.append(jnp.where(written[..., None], rows_of(encoded[-1]), jnp.nan))
     index = lengths[..., None] - 1 - jnp.arange(cases.WINDOW, dtype=jnp.int32)
     rng, size = np.random.default_rng(1), (2, *index.shape, shape.head_dim)
     k, v = jnp.asarray(rng.standard_normal(size), shape.dtype)
     exact = ExactKVs(k, v, jnp.maximum(index, -1))
     heads = (table, lengths)
-    return (q, *coded, *heads), (q, *decoded, *heads), metric, observed, exact
+    return (q, *encoded, *heads), (q, *decoded, *heads), metric, observed, exact
+
+
+def coded(
+    rows: Array, written: Array, form: str | None, tag: Array | np.ndarray | None = None
+) -> Encoded:
+    """A pool of the codes of some rows; where none was written, large ones times NaN. With tags,
+    what these codes miss is coded as well, in the blocks that they name."""
+    codec = as_codec(form, rows.dtype)
+    rows = jnp.where(written[..., None], rows, 0)
+    stored = codec.encode(rows)
+    if tag is not None:
+        missing = codec.encode(rows - codec.decode(stored))
+        stored = {name: x.at[tag].set(missing[name], mode="drop") for name, x in stored.items()}
+        written = written.at[tag].set(written, mode="drop")
+    codes = jnp.where(written[..., None], stored["codes"], 96).astype(stored["codes"].dtype)
+    scale = jnp.where(written, stored["scale"], jnp.nan)
+    pool = codec.operand({"codes": codes, "scale": scale})
+    return pool if tag is None else dataclasses.replace(pool, fine=jnp.asarray(tag))
+
+
+def rows_of(pool: Encoded) -> Array:
+    """The rows of such a pool in float32, as their products are."""
+    codec = as_codec(pool.form.removesuffix(FINER), "float32")
+    rows = codec.decode(without_halves(pool.stored))
+    if pool.fine is None:
+        return rows
+    return rows + rows.at[pool.fine].get(mode="fill", fill_value=0)
 
 
 def beside_exact(attend: Callable, call: tuple, metric: Array, observed: Array, exact: ExactKVs):

@@ -147,7 +147,7 @@ def test_what_a_library_does_is_right_for_prompts_alone(
 def test_every_pair_of_codecs_and_the_append_are_checked() -> None:
     parts = right_parts()
     pairs = {shape.forms for shape in CODES.values()}
-    assert len(pairs) == 5
+    assert len(pairs) == 8
     assert {shape.forms for name, shape in CODES.items() if f"right: {name}" in parts} == pairs
     assert "ring: append bfloat16 d=128 r=4 b=16 uniform" in parts
 

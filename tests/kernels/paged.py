@@ -10,9 +10,9 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.cache import as_codec
+from benchmarks.kernels import checks
 from kvjax.kernels import Encoded, ExactKVs, Half
-from kvjax.kernels.encoded import FINER, folded, without_halves
+from kvjax.kernels.encoded import folded
 from kvjax.kernels.paged_attention import mosaic_gpu, numba_cpu, reference, spec, tpu
 from tests.oracle import attend
 
@@ -85,7 +85,9 @@ def problem(
             mine = shuffled[:taken][rng.random(taken) < 0.5]
             tag = np.full(blocks, blocks, np.int32)
             tag[mine] = shuffled[taken : taken + len(mine)]
-        k, v = (coded(x, written, form, tag) for x, form in zip((k, v), shape.codes, strict=True))
+        k, v = (
+            checks.coded(x, written, form, tag) for x, form in zip((k, v), shape.codes, strict=True)
+        )
     out, new_metric = exact(
         q, rows_of(k), rows_of(v), table, lengths, scale, metric, power, touched
     )
@@ -94,22 +96,6 @@ def problem(
     arguments = (q, k, v, jnp.asarray(table), jnp.asarray(lengths))
     of = None if observed is None else jnp.asarray(touched)
     return Problem(arguments, jnp.asarray(metric), scale, out, new_metric, power, of)
-
-
-def coded(rows, written, form: str | None, tag=None):
-    """A pool of the codes of some rows; where none was written, large ones times NaN. With tags,
-    what these codes miss is coded as well, in the blocks that they name."""
-    codec = as_codec(form, rows.dtype)
-    rows = jnp.where(written[..., None], rows, 0)
-    stored = codec.encode(rows)
-    if tag is not None:
-        missing = codec.encode(rows - codec.decode(stored))
-        stored = {name: x.at[tag].set(missing[name], mode="drop") for name, x in stored.items()}
-        written = written.at[tag].set(written, mode="drop")
-    codes = jnp.where(written[..., None], stored["codes"], 96).astype(stored["codes"].dtype)
-    scale = jnp.where(written, stored["scale"], POISON)
-    pool = codec.operand({"codes": codes, "scale": scale})
-    return pool if tag is None else dataclasses.replace(pool, fine=jnp.asarray(tag))
 
 
 def joined(k, v):
@@ -128,11 +114,7 @@ def rows_of(pool):
         return pool.of(pool.both)
     if not isinstance(pool, Encoded):
         return pool
-    codec = as_codec(pool.form.removesuffix(FINER), "float32")
-    rows = codec.decode(without_halves(pool.stored))
-    if pool.fine is None:
-        return rows
-    return rows + rows.at[pool.fine].get(mode="fill", fill_value=0)
+    return checks.rows_of(pool)
 
 
 def exact(q, k, v, table, lengths, scale, metric, power, touched):
