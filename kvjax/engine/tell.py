@@ -49,8 +49,8 @@ def tell_rate(request: Request, warned: set[float]) -> None:
         warnings.warn(message, RateWarning, stacklevel=4)
 
 
-def tell_of_biases(config: ModelConfig, codec: Codec) -> None:
-    """Say, in the log, where keys have biases and few bits.
+def of_biases(config: ModelConfig, codec: Codec) -> str | None:
+    """What there is to say where keys have biases and few bits; None where they have not.
 
     A bias is the same few channels of every key, many times larger than the rest; where rows have
     one scale it takes the levels from all others (docs/results.md, fewer bits).
@@ -60,12 +60,18 @@ def tell_of_biases(config: ModelConfig, codec: Codec) -> None:
         codec: what stores its keys and values.
     """
     keys, d = codec.of_keys, config.head_dim
-    if config.attention_bias and keys.row_bytes(d) < Integers().row_bytes(d):
-        log.warning(
-            "keys and values in %s: this model's keys have biases, which codes of fewer than 8 "
-            "bits lose; k8v4 has 8 for keys and 4 for values",
-            codec.name,
-        )
+    if not config.attention_bias or keys.row_bytes(d) >= Integers().row_bytes(d):
+        return None
+    return (
+        f"keys and values in {codec.name}: this model's keys have biases, of which codes of fewer "
+        "than 8 bits lose much; k8v4 has 8 for keys and 4 for values"
+    )
+
+
+def tell_of_biases(config: ModelConfig, codec: Codec) -> None:
+    """Say it in the log."""
+    if said := of_biases(config, codec):
+        log.warning(said)
 
 
 def tell_of_codes(cache: PagedCache, group: int) -> None:
