@@ -47,27 +47,37 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def next_tokens(model: Any, codecs: list, tokens: int, coded: int):
     """A compiled function of a codec's number and token ids: log-probabilities behind each of the
-    last `coded` tokens, [coded, V], and the relative errors of keys and of values.
+    last `coded` tokens, [coded, V], and the relative errors of keys and of values. Keys are
+    smoothed where an engine smooths them (`kvjax.engine.smoothing`).
 
     Each of these reads the newest KVs of its codec's window, itself among them, uncoded.
     """
     import jax
     import jax.numpy as jnp
 
+    from kvjax.engine.smoothing import smoothing_for
     from kvjax.models.decoder import forward, logits
 
+    smoothing = [smoothing_for(model.config, model.params, codec) for codec in codecs]
     config, first = model.config, tokens - coded
     heads, d = config.num_kv_heads, config.head_dim
     position = jnp.arange(tokens, dtype=jnp.int32)
     windows = jnp.asarray([codec.window for codec in codecs], jnp.int32)
 
     def run(number, ids):
-        def through(rows, part):
-            def of(codec):
+        def through(rows, part, layer):
+            def of(codec, smoothing):
                 one = (codec.of_keys, codec.of_values)[part]
-                return lambda x: one.decode(one.encode(x)).astype(x.dtype)
 
-            return jax.lax.switch(number, [of(codec) for codec in codecs], rows)
+                def coded(x):
+                    return one.decode(one.encode(x)).astype(x.dtype)
+
+                if part or smoothing is None:
+                    return coded
+                own = smoothing.of_layer(layer)
+                return lambda k: own.read(coded(own.stored(k)))
+
+            return jax.lax.switch(number, list(map(of, codecs, smoothing)), rows)
 
         def attended(q, rows, coded, exact):
             """Of some rows: keys and values as they are where they are new, else coded."""
@@ -85,7 +95,7 @@ def next_tokens(model: Any, codecs: list, tokens: int, coded: int):
         def attend(carry, layer, q, k, v, hidden):
             q, k, v = (x[0].astype(jnp.float32) for x in (q, k, v))
             q = q.reshape(tokens, heads, -1, d)
-            keys, values = through(k, 0), through(v, 1)
+            keys, values = (through(x, part, layer) for part, x in enumerate((k, v)))
             out = jnp.concatenate([
                 attended(q, slice(0, first), (k, v), (k, v)),
                 attended(q, slice(first, tokens), (keys, values), (k, v)),

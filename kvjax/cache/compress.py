@@ -118,7 +118,8 @@ def scored_anew(
         table, context_len, seq_len = (x[0] for x in head_rows(cache, *(x[None] for x in at)))
         held = jnp.arange(shape[1], dtype=jnp.int32) < context_len[:, None]
         position = jnp.where(held, gathered(cache.position, table, -1).reshape(shape), -1)
-        k, v = (jnp.swapaxes(x.reshape(*shape, -1), 0, 1) for x in cache.kv.read(table))
+        k, v = (x.reshape(*shape, -1) for x in cache.kv.read(table))
+        k, v = (jnp.swapaxes(x, 0, 1) for x in (cache.read_keys(at[1], k), v))
         none = jnp.zeros((0, shape[0], k.shape[-1]), k.dtype)
         view = LayerView(at[1], none, k, jnp.int32(0), seq_len[0], position=position, v=v)
         found = jnp.where(held, method.observer.observe(view, artefacts).metric, 0)

@@ -24,7 +24,6 @@ from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.policy.select import Candidates, evictable_kvs, evicted_kvs
 from kvjax.cache.store import (
     HeadShard,
-    KVPool,
     PagedCache,
     blocks_for,
     gathered,
@@ -296,13 +295,15 @@ def row_evictions(
     context_len: Int32[Array, "R H"],
     count: Int32[Array, "R H"],
     threshold: Float[Array, "R H"],
-    kv: KVPool,
+    cache: PagedCache,
+    layer: Int32[Array, " R"],
     table: Int32[Array, "R H M"],
 ) -> Bool[Array, "R H T"]:
     """The KVs of some (slot, layer) pairs that go, by logical index."""
     held_k = None
     if method.selector.needs_keys:
-        held_k = kv.read(table)[0].reshape(*row.scores.shape, -1)
+        held_k = cache.kv.read(table)[0].reshape(*row.scores.shape, -1)
+        held_k = cache.read_keys(layer, held_k)
     of = Candidates(row.scores, row.single, row.position, context_len, count, threshold, k=held_k)
     return evicted_kvs(method.selector, of)
 
@@ -318,5 +319,5 @@ def eviction_mask(cache: PagedCache, schedule: EvictionSchedule) -> Bool[Array, 
     found = row_scores(schedule.method, numbers, rows, guard)
     flat = (groups * num_layers, num_heads)
     count, threshold = schedule.count.reshape(flat), schedule.threshold.reshape(flat)
-    mask = row_evictions(schedule.method, found, rows[1], count, threshold, cache.kv, rows[0])
+    mask = row_evictions(schedule.method, found, rows[1], count, threshold, cache, layer, rows[0])
     return mask.reshape(*schedule.count.shape, -1)

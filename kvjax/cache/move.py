@@ -91,17 +91,17 @@ def move_cache(
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         table, context_len, seq_len = rows
+        now = dataclasses.replace(cache, kv=kv, window=window)
         found = row_scores(method, numbers, rows, schedule.protected[group])
         in_range = (slot < cache.num_slots)[:, None]
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
         threshold = schedule.threshold[group, layer]
-        evicted = row_evictions(method, found, context_len, evictions, threshold, kv, table)
+        evicted = row_evictions(method, found, context_len, evictions, threshold, now, layer, table)
         if method.merger is not None:
             held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
             goes, stays = evicted & held, held & ~evicted
             kv, window = _merged(
-                method.merger, artefacts, kv, window, table, slot, layer, found, goes, stays,
-                seq_len,
+                method.merger, artefacts, now, table, slot, layer, found, goes, stays, seq_len
             )  # fmt: skip
         source, target, moves = move_plan(evicted, context_len)
 
@@ -147,7 +147,7 @@ def _unshared(
             numbers = (cache.metric, cache.position, cache.state)
             found = row_scores(method, numbers, rows, schedule.protected[group])
             threshold = schedule.threshold[group, layer]
-            evicted = row_evictions(method, found, rows[1], count, threshold, cache.kv, rows[0])
+            evicted = row_evictions(method, found, rows[1], count, threshold, cache, layer, rows[0])
             stays &= jnp.any(evicted.reshape(*stays.shape, b), axis=-1)
         return stays
 
@@ -178,8 +178,7 @@ def _unshared(
 def _merged(
     merger: Merger,
     artefacts: Artefacts,
-    kv: KVPool,
-    window: KVWindow | None,
+    cache: PagedCache,
     table: Int32[Array, "R H M"],
     slot: Int32[Array, " R"],
     layer: Int32[Array, " R"],
@@ -191,9 +190,11 @@ def _merged(
     """The pool with what goes from some (slot, layer) pairs folded into what stays there, and so
     the window."""
     rows = (*goes.shape, -1)
-    k, v = (x.reshape(rows) for x in kv.read(table))
+    kv, window = cache.kv, cache.window
+    stored, v = (x.reshape(rows) for x in kv.read(table))
     if window is not None:
-        k, v = window.over(slot, layer, k, v)
+        stored, v = window.over(slot, layer, stored, v)
+    k = cache.read_keys(layer, stored)
 
     def fold(row):
         layer, k, v, position, score, goes, stays, seq_len = row
@@ -202,6 +203,7 @@ def _merged(
 
     inputs = layer, k, v, found.position, found.scores, goes, stays, seq_len[:, 0]
     k_rows, v_rows = jax.lax.map(fold, inputs, batch_size=merger.layers_at_once)
+    k_rows = cache.changed_keys(layer, stored, k, k_rows)
     if window is not None:
         window = window.changed(slot, layer, k_rows, v_rows)
     blocks = (*table.shape, kv.shape[1], -1)

@@ -257,7 +257,6 @@ def make_engine(
     """
     from kvjax.cache.config import as_method
     from kvjax.engine import LLM, pool_tokens_for
-    from kvjax.engine.tell import of_biases
     from kvjax.eval.sizes import cache_spec
 
     compression, sampling = request_settings(options)
@@ -280,8 +279,6 @@ def make_engine(
     b = config.block_size or spec.block_size
     compression = compression.in_tokens(dataclasses.replace(spec, block_size=b))
     tell_reached_rate(compression, prompt_tokens, spec.heads, b)
-    if said := of_biases(model.config, spec.codec):
-        print(f"warning: {said}", file=sys.stderr)
     if config.pool_tokens is None:
         tokens = pool_tokens_for(
             model.config, config, compression, prompt_tokens, sampling.max_tokens

@@ -21,7 +21,7 @@ from kvjax.engine.memory import MemoryPlan, plan_memory
 from kvjax.engine.parallel import Parallel, check_there
 from kvjax.engine.probe import Bench, behind
 from kvjax.engine.split import split_of
-from kvjax.engine.tell import tell_of_biases, tell_of_codes
+from kvjax.engine.tell import tell_of_codes
 from kvjax.engine.worker import Worker
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel, load_model
@@ -125,5 +125,4 @@ def build(
     )
     compression = compression.in_tokens(plan.spec)
     tell_of_codes(worker.cache, model.config.group_size)
-    tell_of_biases(model.config, worker.cache.spec.codec)
     return Built(model, compression, usual, config, max_len, plan, worker, found, drafting)

@@ -27,6 +27,7 @@ from kvjax.engine.probe import Bench
 from kvjax.engine.probing import Probing
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, effort_of, sampling_row
+from kvjax.engine.smoothing import smoothing_for
 from kvjax.engine.steps import ON_ONE_DEVICE
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype
@@ -99,6 +100,7 @@ class Calls:
             codec=spec.codec,
             planes=spec.planes,
             sharing=config.sharing,
+            smoothing=smoothing_for(model, params, spec.codec, parallel),
         )
         # Steps one behind the other are of the same slots, which are sent once.
         self._numbers = functools.lru_cache(16)(_int32s) if parallel is None else parallel.numbers

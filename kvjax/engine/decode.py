@@ -170,10 +170,11 @@ def decode_step(
             lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False),
             (tables, lengths_of, works),
         )
+        asked, stored = cache.asked(layer, q[:, 0]), cache.stored_keys(layer, k[:, 0])
         if window is not None:
-            window = window.write_newest(layer, lengths, k[:, 0], v[:, 0])
+            window = window.write_newest(layer, lengths, stored, v[:, 0])
         call = functools.partial(
-            kv.append_and_attend, q[:, 0], k[:, 0], v[:, 0], table, lengths, work=work,
+            kv.append_and_attend, asked, stored, v[:, 0], table, lengths, work=work,
             exact=None if window is None else window.of_layer(layer),
         )  # fmt: skip
         step = StepView(

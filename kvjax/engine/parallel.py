@@ -20,13 +20,14 @@ from kvjax.cache import PagedCache, init_cache
 from kvjax.cache.calibration import HEAD_LOAD
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy import Method, Observer, Scores
-from kvjax.cache.store import HeadShard
+from kvjax.cache.store import HeadShard, KeySmoothing
 from kvjax.checks import check_whole
 from kvjax.engine.compilation import StepName
 from kvjax.engine.decode import DecodeReport
 from kvjax.engine.insert import InsertReport
 from kvjax.engine.prefill import PromptKV, empty_prompt
 from kvjax.engine.probe import probe_artefacts
+from kvjax.engine.smoothing import key_smoothing
 from kvjax.engine.steps import FUNCTIONS, StepFunction
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
@@ -185,18 +186,19 @@ class Parallel:
     def new_cache(self, num_blocks: int, **sizes: Any) -> PagedCache:
         """An empty cache of so many blocks on each device; sizes as of `init_cache`."""
         number = put_whole(self.dealing.number, NamedSharding(self.mesh, _BY_HEAD))
-        return self._cache_maker(num_blocks, sizes)(number)
+        smoothing = sizes.pop("smoothing", None)
+        return self._cache_maker(num_blocks, sizes)(number, smoothing)
 
     def shape_of_cache(self, num_blocks: int, **sizes: Any) -> Any:
         """The same as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
-        return self._cache_maker(num_blocks, sizes).eval_shape(self.dealing.number)
+        return self._cache_maker(num_blocks, sizes).eval_shape(self.dealing.number, None)
 
     def _cache_maker(self, num_blocks: int, sizes: Mapping[str, Any]) -> Any:
-        def local(number: jax.Array) -> PagedCache:
+        def local(number: jax.Array, smoothing: KeySmoothing | None) -> PagedCache:
             shard = HeadShard(number, AXIS, self.dealing.heads)
-            return init_cache(num_blocks=num_blocks, shard=shard, **sizes)
+            return init_cache(num_blocks=num_blocks, shard=shard, smoothing=smoothing, **sizes)
 
-        made = self.mapped(local, (_BY_HEAD,), self.cache_spec)
+        made = self.mapped(local, (_BY_HEAD, _BY_HEAD), self.cache_spec)
         return jax.jit(made, out_shardings=self.lying(self.cache_spec))
 
     def prompt_maker(self, observer: Observer, room: int, dtype: Any) -> Callable[[], PromptKV]:
@@ -226,6 +228,12 @@ class Parallel:
         """`kvjax.engine.probe.probe_artefacts`, by head."""
         specs = (self._params_spec(params),)
         made = self.mapped(functools.partial(probe_artefacts, self.local), specs, _BY_HEAD)
+        return jax.jit(made, out_shardings=self.lying(_BY_HEAD))(params)
+
+    def key_smoothing(self, params: nnx.State) -> KeySmoothing:
+        """`kvjax.engine.smoothing.key_smoothing`, by head."""
+        specs = (self._params_spec(params),)
+        made = self.mapped(functools.partial(key_smoothing, self.local), specs, _BY_HEAD)
         return jax.jit(made, out_shardings=self.lying(_BY_HEAD))(params)
 
     def _step(self, name: StepName, function: StepFunction, params: Any) -> Callable[..., Any]:
@@ -287,6 +295,7 @@ class Parallel:
             shared=_BY_BLOCK,  # type: ignore[arg-type]
             shard=HeadShard(_BY_HEAD, AXIS, self.dealing.heads),  # type: ignore[arg-type]
             window=PartitionSpec(None, None, AXIS),  # type: ignore[arg-type]
+            smoothing=_BY_HEAD,  # type: ignore[arg-type]
         )
 
     @property

@@ -111,7 +111,7 @@ class _InPool:
         k, v = (pool[page].reshape(rows) for pool in cache.kv.operands)
         if cache.window is not None:
             k, v = cache.window.over(self.slot, layer, k, v)
-        return Prefix(k, v, length)
+        return Prefix(cache.read_keys(layer, k), v, length)
 
     def position(self, layer: Int32[Array, ""]) -> Int32[Array, "H P"]:
         position = self.cache.position[self._page(layer)].reshape(-1, self.size)

@@ -33,7 +33,7 @@ class Kind:
     settings: dict[str, Any]
     """Of its compression, as JSON has them; nothing where nothing is evicted."""
     calibration: str
-    """Hash of the arrays that the method reads."""
+    """Hash of the arrays that the method reads, and of how keys are smoothed."""
     cache_dtype: str
     block_size: int
 
@@ -48,6 +48,8 @@ class Kind:
         names = settings.resolved.artefacts if isinstance(settings, CompressionConfig) else ()
         for name in names:
             digest.update(name.encode() + np.asarray(worker.artefacts[name]).tobytes())
+        for x in worker.on_host(jax.tree.leaves(worker.cache.smoothing)):
+            digest.update(np.asarray(x).tobytes())
         spec = worker.cache.spec
         codec = f"{spec.codec.name} of {spec.codec.dtype}"
         return cls(

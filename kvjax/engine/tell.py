@@ -6,11 +6,8 @@ import warnings
 import jax
 
 from kvjax.cache import PagedCache
-from kvjax.cache.store.codec import Codec
-from kvjax.cache.store.scaled import Integers
 from kvjax.engine.request import Request
 from kvjax.kernels import Encoded, device, explain, paged_attention
-from kvjax.models.config import ModelConfig
 
 RATE_REACHED = 0.9
 """Share of the rate asked for below which a request's own rate is worth a warning."""
@@ -47,31 +44,6 @@ def tell_rate(request: Request, warned: set[float]) -> None:
     if asked not in warned:
         warned.add(asked)
         warnings.warn(message, RateWarning, stacklevel=4)
-
-
-def of_biases(config: ModelConfig, codec: Codec) -> str | None:
-    """What there is to say where keys have biases and few bits; None where they have not.
-
-    A bias is the same few channels of every key, many times larger than the rest; where rows have
-    one scale it takes the levels from all others (docs/results.md, fewer bits).
-
-    Args:
-        config: the model's.
-        codec: what stores its keys and values.
-    """
-    keys, d = codec.of_keys, config.head_dim
-    if not config.attention_bias or keys.row_bytes(d) >= Integers().row_bytes(d):
-        return None
-    return (
-        f"keys and values in {codec.name}: this model's keys have biases, of which codes of fewer "
-        "than 8 bits lose much; k8v4 has 8 for keys and 4 for values"
-    )
-
-
-def tell_of_biases(config: ModelConfig, codec: Codec) -> None:
-    """Say it in the log."""
-    if said := of_biases(config, codec):
-        log.warning(said)
 
 
 def tell_of_codes(cache: PagedCache, group: int) -> None:

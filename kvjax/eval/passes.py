@@ -199,6 +199,7 @@ def teacher_force(
             held_k, held_v = (pool[page].reshape(rows) for pool in cache.kv.operands)
             if cache.window is not None:
                 held_k, held_v = cache.window.over(slot, layer, held_k, held_v)
+            held_k = cache.read_keys(layer, held_k)
             own = own_share(config, q)
             return prefill_attention(own, k, v, prefix=Prefix(held_k, held_v, held))
 

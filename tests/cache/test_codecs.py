@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from kvjax import cache as kv
 from kvjax.cache.store import CacheSpec, restored, saved, typed
 from kvjax.cache.store.codec import Codec, Plain
-from kvjax.engine.tell import of_biases, tell_of_codes
+from kvjax.engine.tell import tell_of_codes
 from kvjax.errors import UserError
 from kvjax.kernels import Encoded, paged_attention
-from kvjax.models.config import get_model_entry
 from tests.cache.test_merger import METHOD
 from tests.cache.test_store import SIZES, D, H, L, S, decoded, run
 from tests.kernels.devices import H200, TPU_V5E
@@ -315,17 +314,6 @@ def test_where_kernels_read_no_codes_it_is_said(caplog):
         (said,) = caplog.messages
         assert said.startswith("keys and values in int5: decode attention is xla: mosaic_gpu does")
         assert "does not serve int5 pools, served are int8" in said
-
-
-def test_that_biases_of_keys_want_eight_bits_is_said():
-    biased, plain = (get_model_entry(name).config for name in ("qwen2.5-1.5b", "llama3.2-1b"))
-    for name in ("int4", "int4+", "int2w16", "affine4"):
-        said = of_biases(biased, codec_of(name))
-        assert said is not None
-        assert said.startswith(f"keys and values in {name}: this model's keys have biases")
-        assert of_biases(plain, codec_of(name)) is None
-    for name in ("float32", "bfloat16", "int8", "e4m3", "k8v4"):
-        assert of_biases(biased, codec_of(name)) is None
 
 
 def test_what_cannot_be_packed_is_refused_in_one_line():

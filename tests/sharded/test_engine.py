@@ -57,16 +57,19 @@ def on_one() -> dict:
 
 
 NARROW = {"weight_dtype": "int8", "cache_dtype": "int4w8"}
+SMOOTHED = {"biased": True, "cache_dtype": "int4", "replicas": 2}
 CASES = [
     (2, CALIBRATED, True, {}),
     pytest.param(4, "kv-compress", False, {"replicas": 2, "group": 3}, marks=pytest.mark.slow),
     pytest.param(6, CALIBRATED, True, {"replicas": 2}, marks=pytest.mark.slow),
     pytest.param(8, "kv-compress", True, {"layers": 3}, marks=pytest.mark.slow),
     pytest.param(2, "key-norm", False, NARROW, marks=pytest.mark.slow),
+    pytest.param(4, "kv-compress", True, SMOOTHED, marks=pytest.mark.slow),
 ]
 """Layers are stacked, or taken one by one as CPUs do; one head for each of eight devices and one
 more; methods with calibrated arrays and what stays changed; KV heads on two devices each, more of
-these than heads, and queries that do not come out even; weights, keys and values of few bits.
+these than heads, and queries that do not come out even; weights, keys and values of few bits; and
+keys with biases, of few bits.
 """
 
 

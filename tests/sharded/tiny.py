@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -37,12 +38,16 @@ def model_of(
     weight_dtype: str | None = None,
     layers: int = TINY.num_layers,
     group: int = TINY.group_size,
+    biased: bool = False,
 ) -> LoadedModel:
     heads = TINY.num_kv_heads * group
     config = dataclasses.replace(
-        TINY, weight_dtype=weight_dtype, num_layers=layers, num_heads=heads
+        TINY, weight_dtype=weight_dtype, num_layers=layers, num_heads=heads, attention_bias=biased
     )
-    params = init_params(config, "float32", seed=3, stacked=stacked)
+    params: Any = init_params(config, "float32", seed=3, stacked=stacked)
+    if biased:  # so large that few bits are in need of what keys are smoothed by
+        bias = params["layers"]["qkv_bias"]
+        params["layers"]["qkv_bias"] = bias.replace(400 * bias[...])
     return LoadedModel(config, params, ByteTokenizer(), "dummy weights")
 
 
@@ -75,10 +80,11 @@ def engine_of(
     layers: int = TINY.num_layers,
     group: int = TINY.group_size,
     replicas: int = 1,
+    biased: bool = False,
     **settings,
 ) -> LLM:
     config = dataclasses.replace(SIZES, tensor_parallel=devices, kv_replicas=replicas)
     calibration = made_calibration() if as_method(method).calibrated else "none"
     settled = engine_settings(method, **settings)
-    model = model_of(stacked, weight_dtype, layers, group)
+    model = model_of(stacked, weight_dtype, layers, group, biased)
     return LLM(model, settled, config, cache_dtype=cache_dtype, calibration=calibration)

@@ -27,6 +27,7 @@ from kvjax.cache.store.scaled import Floats, Integers, Scaled
 from kvjax.cache.store.shard import HeadShard, agreed, summed
 from kvjax.cache.store.sharing import share, unshare, unshare_slots
 from kvjax.cache.store.slots import put_slots, take_slots
+from kvjax.cache.store.smooth import KeySmoothing
 from kvjax.cache.store.spec import CacheSpec, Plane
 from kvjax.cache.store.window import KVWindow
 from kvjax.cache.store.write import append, begin_append, write_prompt
@@ -38,6 +39,7 @@ __all__ = [
     "FreeBlocks",
     "HeadShard",
     "Integers",
+    "KeySmoothing",
     "KVPool",
     "KVWindow",
     "PagedCache",

@@ -21,6 +21,7 @@ from kvjax.cache.store.fine import FineBlocks
 from kvjax.cache.store.free import FreeBlocks
 from kvjax.cache.store.pool import KVPool
 from kvjax.cache.store.shard import HeadShard
+from kvjax.cache.store.smooth import KeySmoothing
 from kvjax.cache.store.spec import CacheSpec, Plane
 from kvjax.cache.store.window import KVWindow
 from kvjax.kernels.checks import wanted
@@ -62,6 +63,8 @@ class PagedCache:
     window: KVWindow | None = None
     """The newest KVs of each head as they were computed, where a codec asks for them
     (`Windowed`)."""
+    smoothing: KeySmoothing | None = None
+    """What codes hold of keys, where it is not the keys themselves."""
 
     @property
     def num_slots(self) -> int:
@@ -113,6 +116,34 @@ class PagedCache:
         """Values, as `k`."""
         return self.kv.operands[1]
 
+    def stored_keys(self, layer: Int32[Array, "*R"], k: Float[Array, "..."]) -> Float[Array, "..."]:
+        """What is stored of keys [… H d] of one layer, or of several (their axis comes first)."""
+        return k if self.smoothing is None else self.smoothing.of_layer(layer).stored(k)
+
+    def asked(self, layer: Int32[Array, ""], q: Float[Array, "*n Hr d"]) -> Float[Array, "*n Hr d"]:
+        """What queries of one layer ask what is stored of its keys."""
+        return q if self.smoothing is None else self.smoothing.of_layer(layer).asked(q)
+
+    def read_keys(
+        self, layer: Int32[Array, "*R"], k: Float[Array, "*R H T d"]
+    ) -> Float[Array, "*R H T d"]:
+        """The keys of one layer, or of several, of which these are stored."""
+        return k if self.smoothing is None else self.smoothing.of_layer(layer, rows=True).read(k)
+
+    def changed_keys(
+        self,
+        layer: Int32[Array, "*R"],
+        stored: Float[Array, "*R H T d"],
+        old: Float[Array, "*R H T d"],
+        new: Float[Array, "*R H T d"],
+    ) -> Float[Array, "*R H T d"]:
+        """What is stored of keys of which some have changed since `read_keys`; of those that have
+        not, what was."""
+        if self.smoothing is None:
+            return new
+        same = jnp.all(new == old, axis=-1, keepdims=True)
+        return jnp.where(same, stored, self.smoothing.of_layer(layer, rows=True).stored(new))
+
     @property
     def spec(self) -> CacheSpec:
         """What is kept of each KV, and in blocks of which size."""
@@ -152,11 +183,13 @@ def init_cache(
     codec: Codec | None = None,
     sharing: bool = False,
     shard: HeadShard | None = None,
+    smoothing: KeySmoothing | None = None,
 ) -> PagedCache:
     """An empty cache of ``num_blocks`` blocks, with room for the planes that methods declare.
 
     Keys and values are stored in `dtype`, or as a codec says. With `sharing`, slots can hold the
     same blocks (`kvjax.cache.share`). With a `shard`, heads and blocks are those of one device.
+    Keys are stored as `smoothing` says; the cache has a copy of it.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -193,6 +226,7 @@ def init_cache(
         shared=jnp.zeros(num_blocks, jnp.int32) if sharing else None,
         shard=shard,
         window=window,
+        smoothing=jax.tree.map(jnp.copy, smoothing),
     )
 
 

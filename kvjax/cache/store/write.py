@@ -89,9 +89,11 @@ def write_prompt(
     state = {name: (state or {})[name] for name in cache.state if name in (state or {})}
     written = {name: cache.state[name] for name in state}
 
+    layers = jnp.arange(num_layers, dtype=jnp.int32)
+
     def write_tokens(pools, layer):
         kv, numbers = pools
-        k_l, v_l, metric_l, state_l, index, first, count, table_l, token_l = layer
+        number, k_l, v_l, metric_l, state_l, index, first, count, table_l, token_l = layer
         rank = jnp.arange(index.shape[-1], dtype=jnp.int32)
         logical = first[:, None] + rank
         block = jnp.take_along_axis(table_l, jnp.minimum(logical // b, big_m - 1), axis=-1)
@@ -103,18 +105,19 @@ def write_prompt(
             start + (index if token_l is None else token_l[index]),
             {name: x[head, index] for name, x in state_l.items()},
         )
-        kv = kv.write(at, k_l[index, head], v_l[index, head])
+        kv = kv.write(at, cache.stored_keys(number, k_l)[index, head], v_l[index, head])
         return (kv, jax.tree.map(lambda x, row: scattered(x, at, row), numbers, rows)), None
 
     (kv, (metrics, position, written)), _ = jax.lax.scan(
         write_tokens,
         (cache.kv, (cache.metric, cache.position, written)),
-        (k, v, metric, state, kept_index, old_len, kept_len, table, token),
+        (layers, k, v, metric, state, kept_index, old_len, kept_len, table, token),
     )
     window = cache.window
     if window is not None:
         at = jnp.where(ok, slot, cache.num_slots)
-        window = window.with_prompt(at, k, v, kept_index, kept_len, old_len, start, token)
+        of_window = jax.vmap(cache.stored_keys)(layers, k)
+        window = window.with_prompt(at, of_window, v, kept_index, kept_len, old_len, start, token)
     return dataclasses.replace(
         cache,
         kv=kv,
@@ -270,6 +273,7 @@ def append(
     check_shape("v", v, row)
     cache, ok = begin_append(cache, active)
     window, num_layers = cache.window, cache.num_layers
+    k = jax.vmap(cache.stored_keys)(jnp.arange(num_layers), k)
     if window is not None:
         window = window.write_newest(
             jnp.arange(num_layers),
