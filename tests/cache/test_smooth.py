@@ -70,7 +70,7 @@ def test_attention_of_it_is_that_of_the_keys(codec, atol):
         q /= np.repeat(np.asarray(smoothing.scale[layer]), GROUP, axis=0)
         exact = None if cache.window is None else cache.window.of_layer(jnp.int32(layer))
         out = paged_attention(
-            cache.asked(jnp.int32(layer), jnp.asarray(q)), *cache.kv.operands,
+            cache.asked(jnp.int32(layer), jnp.asarray(q)), cache.k, cache.v,
             cache.block_table[:, layer], cache.context_len[:, layer], exact=exact,
         )  # fmt: skip
         for head in range(H * GROUP):
