@@ -1,5 +1,7 @@
 """Keys without what all of a head share, each channel to its scale."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +71,7 @@ def test_attention_of_it_is_that_of_the_keys(codec, atol):
         q = rng.standard_normal((S, H * GROUP, D)).astype(np.float32)
         q /= np.repeat(np.asarray(smoothing.scale[layer]), GROUP, axis=0)
         exact = None if cache.window is None else cache.window.of_layer(jnp.int32(layer))
-        out = paged_attention(
+        out: Any = paged_attention(
             cache.asked(jnp.int32(layer), jnp.asarray(q)), cache.k, cache.v,
             cache.block_table[:, layer], cache.context_len[:, layer], exact=exact,
         )  # fmt: skip
