@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import CompressionConfig, check_invariants
+from kvjax.cache import CompressionConfig, as_codec, check_invariants, init_cache, write_prompt
+from kvjax.cache.policy import Observer
+from kvjax.cache.store import KeySmoothing
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.decode import decode_step
 from kvjax.engine.llm import LLM
+from kvjax.engine.prefill import prefill
 from kvjax.engine.request import RequestOutput
 from kvjax.engine.sampling import SamplingParams
 from kvjax.models import LoadedModel
@@ -95,3 +99,33 @@ def assert_empty(llm: LLM) -> None:
     assert llm.worker.free_blocks() == llm.plan.num_blocks == llm.scheduler.accounts.num_free
     assert sorted(llm.scheduler._slots) == list(range(llm.config.max_batch))
     check_invariants(llm.worker.cache)
+
+
+def cache_behind(model, params, ids, stored: str, smoothing: KeySmoothing | None = None):
+    """A cache of one slot that holds a prompt in a type."""
+    run = jax.jit(prefill, static_argnums=(0, 1))
+    prompt, _ = run(model, Observer(None), params, {}, ids, jnp.int32(len(ids)))
+    cache = init_cache(
+        num_slots=1, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim, num_blocks=160, max_blocks_per_head=10, block_size=4,
+        codec=as_codec(stored, "float32"), smoothing=smoothing,
+    )  # fmt: skip
+    cache, ok = jax.jit(write_prompt)(
+        cache, 0, prompt.k, prompt.v, prompt.scores.metric, prompt.length
+    )
+    assert ok
+    return cache
+
+
+def told_behind(model, params, cache, ids) -> np.ndarray:
+    """Log-probabilities of the next token behind each of some tokens, step by step."""
+    step, rows = jax.jit(decode_step, static_argnums=(0, 1)), []
+    for token in ids:
+        cache, out, ok = step(model, None, params, cache, jnp.asarray([token]), jnp.ones(1, bool))
+        assert ok
+        rows.append(np.asarray(jax.nn.log_softmax(out[0]), np.float64))
+    return np.array(rows)
+
+
+def mean_kl(exact: np.ndarray, rows: np.ndarray) -> float:
+    return np.sum(np.exp(exact) * (exact - rows), axis=-1).mean()

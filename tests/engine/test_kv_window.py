@@ -1,17 +1,22 @@
 """An engine whose pool has few bits, and the newest KVs of each head beside it."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import CompressionConfig, as_codec, check_invariants, init_cache, write_prompt
-from kvjax.cache.policy import Observer
-from kvjax.engine.decode import decode_step
-from kvjax.engine.prefill import prefill
+from kvjax.cache import CompressionConfig, check_invariants
 from kvjax.errors import UserError
 from tests.engine.conftest import TINY
-from tests.engine.serving import FULL, SIZES, assert_empty, greedy, make_llm, prompts_of
+from tests.engine.serving import (
+    FULL,
+    SIZES,
+    assert_empty,
+    cache_behind,
+    greedy,
+    make_llm,
+    mean_kl,
+    prompts_of,
+    told_behind,
+)
 
 H2O = CompressionConfig("h2o-decode", max_cache_tokens=16, compress_every=4)
 
@@ -87,31 +92,14 @@ def test_a_shared_prefix_brings_its_window(tiny_params):
 def test_a_window_brings_answers_nearer_to_those_of_exact_kvs(tiny_params):
     """KL of the next tokens, step by step behind the same prompt and tokens."""
     ids, first = prompts_of(32)[0], 24
-    run, step = jax.jit(prefill, static_argnums=(0, 1)), jax.jit(decode_step, static_argnums=(0, 1))
-    prompt, _ = run(TINY, Observer(None), tiny_params, {}, ids[:first], jnp.int32(first))
-    found: dict[str, np.ndarray] = {}
-    for stored in ("float32", "int2", "int2w24", "int2+"):
-        cache = init_cache(
-            num_slots=1, num_layers=TINY.num_layers, num_kv_heads=TINY.num_kv_heads,
-            head_dim=TINY.head_dim, num_blocks=160, max_blocks_per_head=10, block_size=4,
-            codec=as_codec(stored, "float32"),
-        )  # fmt: skip
-        cache, ok = jax.jit(write_prompt)(
-            cache, 0, prompt.k, prompt.v, prompt.scores.metric, prompt.length
+    rows = {
+        kind: told_behind(
+            TINY, tiny_params, cache_behind(TINY, tiny_params, ids[:first], kind), ids[first:]
         )
-        assert ok
-        rows = []
-        for token in ids[first:]:
-            cache, out, ok = step(
-                TINY, None, tiny_params, cache, jnp.asarray([token]), jnp.ones(1, bool)
-            )
-            assert ok
-            rows.append(np.asarray(jax.nn.log_softmax(out[0]), np.float64))
-        found[stored] = np.array(rows)
-    exact = found.pop("float32")
-    lost = {
-        kind: np.sum(np.exp(exact) * (exact - rows), axis=-1).mean() for kind, rows in found.items()
+        for kind in ("float32", "int2", "int2w24", "int2+")
     }
+    exact = rows.pop("float32")
+    lost = {kind: mean_kl(exact, told) for kind, told in rows.items()}
     assert 0 < lost["int2w24"] < 0.7 * lost["int2"], lost
     assert 0 < lost["int2+"] < 0.2 * lost["int2"], lost
 

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import CompressionConfig, as_codec, check_invariants, init_cache, write_prompt
-from kvjax.cache.policy import Observer
+from kvjax.cache import CompressionConfig, as_codec, check_invariants
 from kvjax.engine import LLM, EngineConfig
-from kvjax.engine.decode import decode_step
-from kvjax.engine.prefill import prefill
 from kvjax.engine.prefix_files import Kind
 from kvjax.engine.smoothing import FIRST, STRIDE, TOKENS, key_smoothing, smooths
 from kvjax.eval.passes import teacher_force
@@ -20,7 +17,7 @@ from kvjax.models import LoadedModel
 from kvjax.models.config import get_model_entry
 from kvjax.models.decoder import forward, init_params
 from tests.engine.conftest import TINY
-from tests.engine.serving import FULL, SIZES, greedy, prompts_of
+from tests.engine.serving import FULL, SIZES, cache_behind, greedy, mean_kl, prompts_of, told_behind
 from tests.models.tokenizer_builders import tiny_tokenizer
 
 BIASED = dataclasses.replace(TINY, attention_bias=True, rope_theta=1e6)
@@ -114,35 +111,14 @@ def test_with_every_kv_exact_an_engine_is_one_without_codes(params, compression,
 def test_few_bits_lose_little_beside_what_they_lose_without_it(params):
     """KL of the next tokens, step by step behind the same prompt and tokens."""
     ids, first = prompts_of(32)[0], 24
-    run, step = jax.jit(prefill, static_argnums=(0, 1)), jax.jit(decode_step, static_argnums=(0, 1))
-    prompt, _ = run(BIASED, Observer(None), params, {}, ids[:first], jnp.int32(first))
     smoothing = jax.jit(key_smoothing, static_argnums=0)(BIASED, params)
-    rows = {}
-    for name, codec, how in (
-        ("exact", "float32", None), ("plain", "int4", None), ("smooth", "int4", smoothing)
-    ):  # fmt: skip
-        cache = init_cache(
-            num_slots=1, num_layers=TINY.num_layers, num_kv_heads=TINY.num_kv_heads,
-            head_dim=TINY.head_dim, num_blocks=160, max_blocks_per_head=10, block_size=4,
-            codec=as_codec(codec, "float32"), smoothing=how,
-        )  # fmt: skip
-        cache, ok = jax.jit(write_prompt)(
-            cache, 0, prompt.k, prompt.v, prompt.scores.metric, prompt.length
-        )
-        assert ok
-        told = []
-        for token in ids[first:]:
-            cache, out, ok = step(
-                BIASED, None, params, cache, jnp.asarray([token]), jnp.ones(1, bool)
-            )
-            assert ok
-            told.append(np.asarray(jax.nn.log_softmax(out[0]), np.float64))
-        rows[name] = np.array(told)
-    exact = rows.pop("exact")
-    lost = {
-        name: np.sum(np.exp(exact) * (exact - other), axis=-1).mean()
-        for name, other in rows.items()
-    }
+
+    def told(*stored):
+        cache = cache_behind(BIASED, params, ids[:first], *stored)
+        return told_behind(BIASED, params, cache, ids[first:])
+
+    exact, plain, smooth = told("float32"), told("int4"), told("int4", smoothing)
+    lost = {"plain": mean_kl(exact, plain), "smooth": mean_kl(exact, smooth)}
     assert 0 < lost["smooth"] < 0.1 * lost["plain"], lost
 
 
@@ -164,20 +140,10 @@ def test_an_engine_goes_on_after_a_reset_and_files_tell_it(params):
 def test_an_evaluation_reads_keys_as_they_were(params):
     """What follows a prompt, as the evaluator runs it, is the same behind exact KVs."""
     (ids,) = prompts_of(24)
-    run = jax.jit(prefill, static_argnums=(0, 1))
-    prompt, _ = run(BIASED, Observer(None), params, {}, ids[:16], jnp.int32(16))
     smoothing = jax.jit(key_smoothing, static_argnums=0)(BIASED, params)
     found = []
     for stored, how in (("float32", None), ("int2w32", smoothing)):
-        cache = init_cache(
-            num_slots=1, num_layers=TINY.num_layers, num_kv_heads=TINY.num_kv_heads,
-            head_dim=TINY.head_dim, num_blocks=60, max_blocks_per_head=10, block_size=4,
-            codec=as_codec(stored, "float32"), smoothing=how,
-        )  # fmt: skip
-        cache, ok = jax.jit(write_prompt)(
-            cache, 0, prompt.k, prompt.v, prompt.scores.metric, prompt.length
-        )
-        assert ok
+        cache = cache_behind(BIASED, params, ids[:16], stored, how)
         at, none = jnp.arange(7), jnp.zeros((7, BIASED.vocab_size))
         told = jax.jit(teacher_force, static_argnums=0)(
             BIASED, params, cache, ids[16:], jnp.int32(16), at, ids[17:], none
