@@ -38,8 +38,11 @@ def smoothing_for(
         codec: what stores keys.
         parallel: how they are spread over devices (`kvjax.engine.parallel.Parallel`); None on one.
     """
-    if not smooths(config, codec):
-        return None
+    return measured_smoothing(config, params, parallel) if smooths(config, codec) else None
+
+
+def measured_smoothing(config: ModelConfig, params: nnx.State, parallel: Any) -> KeySmoothing:
+    """That of any codes of a model's keys; arguments as of `smoothing_for`."""
     if parallel is None:
         return _on_one_device(config, params)
     return parallel.key_smoothing(params)

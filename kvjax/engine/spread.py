@@ -5,6 +5,7 @@ as steps are, and run on several in the same way (`kvjax.engine.parallel`). What
 as it lies; how what they return does has to be said.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.cache import PagedCache, init_cache
 from kvjax.cache.policy import Method
 from kvjax.cache.store import HeadShard, KeySmoothing
-from kvjax.cache.store.codec import Codec
 from kvjax.engine.dense import DensePass
 from kvjax.engine.parallel import AXIS, SAME, Parallel, check_on_devices
 from kvjax.engine.probe import probe_artefacts
-from kvjax.engine.smoothing import smoothing_for, smooths
+from kvjax.engine.smoothing import measured_smoothing, smooths
 from kvjax.models import LoadedModel
 
 
@@ -46,7 +46,6 @@ class Spread:
         self.parallel = None if split is None else Parallel(model.config, split.dealing)
         self.config = model.config if self.parallel is None else self.parallel.local
         """What passes get as their static configuration: a device's part of the model."""
-        self._measured: KeySmoothing | None = None
         self.shard: HeadShard | None = None
         """Which heads a device has: an argument of passes in which all heads have a say."""
         if self.parallel is not None:
@@ -109,13 +108,12 @@ class Spread:
         """An empty cache of so many blocks on each device; further sizes as of `init_cache`."""
         sizes |= {"num_layers": self.config.num_layers, "num_kv_heads": self.config.num_kv_heads}
         make = init_cache if self.parallel is None else self.parallel.new_cache
-        return make(num_blocks=num_blocks, smoothing=self._smoothing(sizes["codec"]), **sizes)
+        smoothing = self._smoothing if smooths(self.config, sizes["codec"]) else None
+        return make(num_blocks=num_blocks, smoothing=smoothing, **sizes)
 
-    def _smoothing(self, codec: Codec) -> KeySmoothing | None:
-        """How keys are smoothed that a codec stores; measured once."""
-        if smooths(self.config, codec) and self._measured is None:
-            self._measured = smoothing_for(self.config, self.params, codec, self.parallel)
-        return self._measured if smooths(self.config, codec) else None
+    @functools.cached_property
+    def _smoothing(self) -> KeySmoothing:
+        return measured_smoothing(self.config, self.params, self.parallel)
 
     @property
     def cache_spec(self) -> Any:
