@@ -305,6 +305,7 @@ def test_a_step_that_is_no_number_teaches_nothing(model, fitted, monkeypatch):
     monkeypatch.setattr(practising, "HELD_OUT", 1)
     monkeypatch.setattr(practising, "loss", bowl)
     monkeypatch.setattr(practising, "study", lambda config, params, context, *rest: context)
+    monkeypatch.setattr(practising, "EVERY", 1)
     found = practise(model, TEXTS, fitted, PRACTICE)
     assert all(found.after[rate] < found.before[rate] for rate in found.before)
     assert not np.array_equal(found.weight, fitted.weight)
@@ -336,8 +337,8 @@ def test_several_trainings_are_one_mean(model, fitted, monkeypatch):
         held_out = number == practising.FIRST_HELD_OUT
         return dataclasses.replace(found, context=[2 if held_out else 4 if number < 10 else 1])
 
-    real = practising.exercise
-    for name, with_ in (("HELD_OUT", 1), ("loss", bowl), ("study", middle), ("exercise", marked)):
+    real, patches = practising.exercise, {"loss": bowl, "study": middle, "exercise": marked}
+    for name, with_ in (patches | {"HELD_OUT": 1, "EVERY": 1}).items():
         monkeypatch.setattr(practising, name, with_)
     one = practise(model, TEXTS, fitted, PRACTICE)
     both = practise(model, TEXTS, fitted, dataclasses.replace(PRACTICE, trainings=2))
@@ -348,6 +349,32 @@ def test_several_trainings_are_one_mean(model, fitted, monkeypatch):
     assert not np.array_equal(one.weight, fitted.weight)
     np.testing.assert_allclose(both.weight, (one.weight + other.weight) / 2, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(both.extra, (one.extra + other.extra) / 2, rtol=1e-4, atol=1e-5)
+
+
+def test_every_second_exercise_is_in_the_models_own_words(model, fitted, monkeypatch):
+    made = []
+
+    class Own:
+        def __init__(self, model):
+            self.tokenizer = model.tokenizer
+
+        def exercise(self, texts, number, tokens):
+            made.append(("own", number))
+            return real(self.tokenizer, texts, number, tokens)
+
+    def of_facts(tokenizer, texts, number, tokens):
+        made.append(("facts", number))
+        return real(tokenizer, texts, number, tokens)
+
+    real, patches = practising.exercise, {"exercise": of_facts, "OwnWords": Own, "HELD_OUT": 2}
+    patches["loss"] = lambda config, change, *rest: sum(jnp.sum(x**2) for x in change)
+    patches["study"] = lambda config, params, context, *rest: context
+    for name, with_ in patches.items():
+        monkeypatch.setattr(practising, name, with_)
+    practise(model, TEXTS, fitted, dataclasses.replace(PRACTICE, exercises=4))
+    held_out = [("facts", practising.FIRST_HELD_OUT + number) for number in range(2)]
+    trained = [("facts", 0), ("own", 1), ("facts", 2), ("own", 3)]
+    assert made == [*held_out, *trained, *held_out]
 
 
 def test_every_exercise_is_compressed_little_and_much():

@@ -138,6 +138,79 @@ def drawn_fact(draw: Draw) -> Fact:
     return Fact(*forms[draw.number(0, len(forms))])
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A context in a user's turn, before anything is asked."""
+
+    context: list[int]
+    """Token ids."""
+    begins: int
+    """How many of them are the template's."""
+    suffix: str
+    """What the template puts behind what the user says."""
+    facts: list[Fact]
+    """What was planted in it."""
+    inside: bool
+    """Whether the question is to stand in it."""
+    behind: list[int]
+    """How its text goes on."""
+    draw: Draw
+    """For what follows."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: int) -> "Setting":
+        """That of exercise `number`; arguments and errors as of `exercise`."""
+        draw = Draw(50_000 + number)
+        head, suffix = turn_of(tokenizer)
+        text = texts[number % len(texts)]
+        if number >= len(texts):
+            # The second time a text begins elsewhere.
+            text = text[draw.number(0, max(1, len(text) // 2)) :]
+        facts = [drawn_fact(draw) for _ in range(draw.number(2, 6))]
+        inside = draw.number(0, 3) == 0
+        room = tokens - sum(len(tokenizer.encode(fact.statement)) + 2 for fact in facts) - 60
+        size = max(16, draw.number(room // 3, max(room, room // 3 + 1)))
+        ids = tokenizer.encode(text[: 16 * (size + GOING_ON)])
+        sentences = tokenizer.decode(ids[:size]).split(". ")
+        behind = ids[size : size + GOING_ON]
+        for fact in facts:
+            sentences.insert(draw.number(0, len(sentences) + 1), fact.statement.rstrip("."))
+        context = tokenizer.encode(head + ". ".join(sentences))
+        begins = len(tokenizer.encode(head))
+        return cls(context[:tokens], begins, suffix, facts, inside, behind, draw)
+
+    def asked(self, tokenizer: Tokenizer, question: str) -> list[int]:
+        """A question behind the context, and the end of the user's turn."""
+        return tokenizer.encode(f"\n\n{question}{self.suffix}")
+
+    def answered(
+        self, tokenizer: Tokenizer, tokens: int, asked: list[list[int]], answers: list[list[int]]
+    ) -> Exercise:
+        """The exercise of these questions and answers: of the first alone where that is to stand
+        in the context, else of all, and a passage of the text beside them."""
+        if self.inside:
+            question, answer = asked[0], answers[0]
+            return Exercise(self.context[: tokens - len(question)] + question, [answer], [0])
+        said = [question + answer for question, answer in zip(asked, answers)]
+        first = [len(question) - 1 for question in asked]
+        passage, begins = self._passage(tokenizer)
+        return Exercise(self.context, [*said, passage], [*first, begins])
+
+    def _passage(self, tokenizer: Tokenizer) -> tuple[list[int], int]:
+        """How the text goes on, or the request to quote some of it and that; and the token of it
+        behind which the next one counts."""
+        draw, context = self.draw, self.context
+        if len(self.behind) == GOING_ON and draw.number(0, 2) == 0:
+            return self.behind, 0
+        at = draw.number(self.begins, max(self.begins + 1, len(context) - OPENING - QUOTED))
+        opening, passage = np.split(np.asarray(context[at : at + OPENING + QUOTED]), [OPENING])
+        request = REQUESTS[draw.number(0, len(REQUESTS))].format(tokenizer.decode(opening.tolist()))
+        question = tokenizer.encode(request + self.suffix)
+        # All of it is what counts: a long request loses its beginning.
+        question = question[-(SAID - len(passage)) :]
+        return question + passage.tolist(), len(question) - 1
+
+
 def exercise(tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: int) -> Exercise:
     """Exercise `number` (0, 1, …), which follows from it and the texts alone.
 
@@ -150,45 +223,11 @@ def exercise(tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: in
     Raises:
         UserError: the chat template does not show what the user says.
     """
-    draw = Draw(50_000 + number)
-    head, suffix = turn_of(tokenizer)
-    text = texts[number % len(texts)]
-    if number >= len(texts):
-        # The second time a text begins elsewhere.
-        text = text[draw.number(0, max(1, len(text) // 2)) :]
-    facts = [drawn_fact(draw) for _ in range(draw.number(2, 6))]
-    inside = draw.number(0, 3) == 0
-    asked = facts[: 1 if inside else ASKED]
-    room = tokens - sum(len(tokenizer.encode(fact.statement)) + 2 for fact in facts) - 60
-    size = max(16, draw.number(room // 3, max(room, room // 3 + 1)))
-    ids = tokenizer.encode(text[: 16 * (size + GOING_ON)])
-    sentences = tokenizer.decode(ids[:size]).split(". ")
-    behind = ids[size : size + GOING_ON]
-    for fact in facts:
-        sentences.insert(draw.number(0, len(sentences) + 1), fact.statement.rstrip("."))
-    context = tokenizer.encode(head + ". ".join(sentences))
-    begins = len(tokenizer.encode(head))
-    if inside:
-        question = tokenizer.encode(f"\n\n{asked[0].question}{suffix}")
-        context = context[: tokens - len(question)] + question
-        return Exercise(context, [tokenizer.encode(asked[0].answer)], [0])
-    context = context[:tokens]
-    said, first = [], []
-    for fact in asked:
-        question = tokenizer.encode(f"\n\n{fact.question}{suffix}")
-        said.append(question + tokenizer.encode(fact.answer))
-        first.append(len(question) - 1)
-    if len(behind) == GOING_ON and draw.number(0, 2) == 0:
-        return Exercise(context, [*said, behind], [*first, 0])
-    at = draw.number(begins, max(begins + 1, len(context) - OPENING - QUOTED))
-    opening, passage = np.split(np.asarray(context[at : at + OPENING + QUOTED]), [OPENING])
-    request = REQUESTS[draw.number(0, len(REQUESTS))].format(tokenizer.decode(opening.tolist()))
-    question = tokenizer.encode(request + suffix)
-    # All of it is what counts: a long request loses its beginning.
-    question = question[-(SAID - len(passage)) :]
-    return Exercise(
-        context, [*said, question + passage.tolist()], [*first, len(question) - 1]
-    )  # fmt: skip
+    at = Setting.of(tokenizer, texts, number, tokens)
+    facts = at.facts[:ASKED]
+    asked = [at.asked(tokenizer, fact.question) for fact in facts]
+    answers = [tokenizer.encode(fact.answer) for fact in facts]
+    return at.answered(tokenizer, tokens, asked, answers)
 
 
 def turn_of(tokenizer: Tokenizer) -> tuple[str, str]:

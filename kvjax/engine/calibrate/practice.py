@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from kvjax.engine.calibrate.choice import BLOCK_SIZE, STUDIED, Change, Fitted, Studied, loss, study
 from kvjax.engine.calibrate.exercises import exercise
+from kvjax.engine.calibrate.own_words import EVERY, OwnWords
 from kvjax.engine.calibrate.state import load, save
 from kvjax.engine.calibrate.texts import padded_room
 from kvjax.engine.parallel import SAME
@@ -43,7 +44,8 @@ class Practice:
     """How the choice is trained."""
 
     exercises: int = 160
-    """Contexts that it is trained on, each once."""
+    """Contexts that it is trained on, each once; behind every second one the model answers its own
+    questions (`kvjax.engine.calibrate.own_words`)."""
     trainings: int = 1
     """Trainings, each from the fit and on so many contexts of its own, whose mean is returned, for
     what each gains on its contexts alone to count less (Wortsman et al. 2022, model soups)."""
@@ -169,8 +171,13 @@ def practise(
 
     room = padded_room(practice.tokens)
 
+    own_words = OwnWords(model)
+
     def studied(number: int) -> Any:
-        of = exercise(model.tokenizer, texts, number, practice.tokens)
+        if number < FIRST_HELD_OUT and number % EVERY:
+            of = own_words.exercise(texts, number, practice.tokens)
+        else:
+            of = exercise(model.tokenizer, texts, number, practice.tokens)
         return look(model.params, *of.padded(room)), len(of.context)
 
     def blocks(length: int, rate: float) -> np.int32:
@@ -188,7 +195,7 @@ def practise(
         return {rate: float(np.mean(values)) for rate, values in found.items()}
 
     # What another release was in the middle of is begun anew.
-    key = f"{key} {RATES} {CHECKED} {AVERAGED}"
+    key = f"{key} {RATES} {CHECKED} {AVERAGED} {EVERY}"
     at = _At.load(state, key, adam.init)
     none = Change.none(config)
     if at is None:
