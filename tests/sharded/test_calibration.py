@@ -14,6 +14,7 @@ from kvjax.engine.calibrate.fit import EXTRAS
 from kvjax.engine.calibrate.generated import generated_text
 from kvjax.engine.calibrate.heads import Probe, reads_of_copies
 from kvjax.engine.calibrate.loads import head_load
+from kvjax.engine.calibrate.own_words import OwnWords
 from kvjax.engine.calibrate.practice import passes_of
 from kvjax.engine.parallel import SAME
 from kvjax.engine.spread import Spread, by_heads
@@ -59,6 +60,15 @@ def test_the_choice_learns_what_it_learns_on_one_device(shards, replicas, group)
             scale = float(np.abs(whole).max())
             assert scale > 0
             np.testing.assert_allclose(part, whole, rtol=2e-2, atol=2e-3 * scale)
+
+
+@pytest.mark.parametrize(("shards", "replicas", "group"), CASES)
+def test_what_a_model_asks_itself_is_what_it_asks_on_one_device(shards, replicas, group):
+    one = model_of(False, group=group)
+    found = [
+        OwnWords(model).exercise(TEXTS, 1, 256) for model in (one, dealt(one, shards, replicas))
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("shards", "replicas", "group"), CASES)

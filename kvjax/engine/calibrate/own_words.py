@@ -193,12 +193,14 @@ def spoken(
         done = done | (column >= given) & jnp.isin(token, ends)
         return said.at[:, column].set(token), own, column, done
 
-    def goes_on(state):
+    def further(_, state):
+        # As the condition of a while loop XLA fails to compile it for several CPU devices.
         _, _, column, done = state
-        return (column < room - 1) & ~jnp.all(done)
+        ended = (column == room - 1) | jnp.all(done)
+        return lax.cond(ended, lambda state: state, step, state)
 
     shape = k.shape[0], rows, room, *k.shape[2:]
     _, own = behind(said, 0, (jnp.zeros(shape, k.dtype), jnp.zeros(shape, v.dtype)))
     # The last that all rows are given runs once more, for what comes behind it.
     state = said, own, jnp.min(given) - 1, jnp.zeros(rows, bool)
-    return lax.while_loop(goes_on, step, state)[0]
+    return lax.fori_loop(0, room - 1, further, state)[0]
