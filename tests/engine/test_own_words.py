@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,8 @@ def test_tokens_that_are_given_end_nothing(say, said):
 
 
 def test_what_is_told_ends_before_its_end(model):
-    own, end, seen = OwnWords(model), 9, []
+    own: Any = OwnWords(model)
+    end, seen = 9, []
     own._model = types.SimpleNamespace(
         params=None, tokenizer=types.SimpleNamespace(eos_ids=frozenset({11, end}))
     )
