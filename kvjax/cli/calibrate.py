@@ -83,6 +83,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "longer, and on held-out contexts nearer to the full cache from 16x on (default: "
         "%(default)s)",
     )
+    how.add_argument(
+        "--own-words",
+        action="store_true",
+        help="behind half of these contexts the model answers questions of its own",
+    )
     add_devices_option(how)
     how.add_argument("--out", type=Path, help="file (MODEL.safetensors)")
     how.add_argument("--plot", type=Path, help="picture of the fit by layer")
@@ -97,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         least_tokens=min(64, max(16, options.tokens)),
         exercises=options.exercises,
         trainings=options.trainings,
+        own_words=options.own_words,
     )
     if options.texts is not None:
         check_whole("--texts", options.texts, 2)

@@ -305,7 +305,6 @@ def test_a_step_that_is_no_number_teaches_nothing(model, fitted, monkeypatch):
     monkeypatch.setattr(practising, "HELD_OUT", 1)
     monkeypatch.setattr(practising, "loss", bowl)
     monkeypatch.setattr(practising, "study", lambda config, params, context, *rest: context)
-    monkeypatch.setattr(practising, "EVERY", 1)
     found = practise(model, TEXTS, fitted, PRACTICE)
     assert all(found.after[rate] < found.before[rate] for rate in found.before)
     assert not np.array_equal(found.weight, fitted.weight)
@@ -338,7 +337,7 @@ def test_several_trainings_are_one_mean(model, fitted, monkeypatch):
         return dataclasses.replace(found, context=[2 if held_out else 4 if number < 10 else 1])
 
     real, patches = practising.exercise, {"loss": bowl, "study": middle, "exercise": marked}
-    for name, with_ in (patches | {"HELD_OUT": 1, "EVERY": 1}).items():
+    for name, with_ in (patches | {"HELD_OUT": 1}).items():
         monkeypatch.setattr(practising, name, with_)
     one = practise(model, TEXTS, fitted, PRACTICE)
     both = practise(model, TEXTS, fitted, dataclasses.replace(PRACTICE, trainings=2))
@@ -371,10 +370,14 @@ def test_every_second_exercise_is_in_the_models_own_words(model, fitted, monkeyp
     patches["study"] = lambda config, params, context, *rest: context
     for name, with_ in patches.items():
         monkeypatch.setattr(practising, name, with_)
-    practise(model, TEXTS, fitted, dataclasses.replace(PRACTICE, exercises=4))
+    of_both = dataclasses.replace(PRACTICE, exercises=4, own_words=True)
+    practise(model, TEXTS, fitted, of_both)
     held_out = [("facts", practising.FIRST_HELD_OUT + number) for number in range(2)]
     trained = [("facts", 0), ("own", 1), ("facts", 2), ("own", 3)]
     assert made == [*held_out, *trained, *held_out]
+    made.clear()
+    practise(model, TEXTS, fitted, dataclasses.replace(of_both, own_words=False))
+    assert {kind for kind, _ in made} == {"facts"}
 
 
 def test_every_exercise_is_compressed_little_and_much():

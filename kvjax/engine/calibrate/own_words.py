@@ -44,7 +44,8 @@ TELLING = (
 SHORTEST = 12
 """Characters that a question has at least."""
 ASKED_MOST = 44
-"""Tokens of a question that is answered, the end of the turn among them."""
+"""Tokens of a question that is answered, the end of the turn among them; a longer one loses its
+beginning."""
 WARMTH = 0.5
 """Temperature of questions; answers are greedy."""
 

@@ -44,8 +44,7 @@ class Practice:
     """How the choice is trained."""
 
     exercises: int = 160
-    """Contexts that it is trained on, each once; behind every second one the model answers its own
-    questions (`kvjax.engine.calibrate.own_words`)."""
+    """Contexts that it is trained on, each once."""
     trainings: int = 1
     """Trainings, each from the fit and on so many contexts of its own, whose mean is returned, for
     what each gains on its contexts alone to count less (Wortsman et al. 2022, model soups)."""
@@ -55,6 +54,8 @@ class Practice:
     """Rates drawn for each of them, a step each."""
     step: float = 1.5e-3
     """Of Adam (Kingma & Ba 2015) at first; it falls to a twentieth along a cosine."""
+    own_words: bool = False
+    """Whether every second exercise is in the model's own (`kvjax.engine.calibrate.own_words`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +172,10 @@ def practise(
 
     room = padded_room(practice.tokens)
 
-    own_words = OwnWords(model)
+    own_words = OwnWords(model) if practice.own_words else None
 
     def studied(number: int) -> Any:
-        if number < FIRST_HELD_OUT and number % EVERY:
+        if own_words is not None and number < FIRST_HELD_OUT and number % EVERY:
             of = own_words.exercise(texts, number, practice.tokens)
         else:
             of = exercise(model.tokenizer, texts, number, practice.tokens)

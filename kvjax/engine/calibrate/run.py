@@ -18,7 +18,7 @@ from kvjax.cache.methods.kvzip import Repeated
 from kvjax.cache.methods.matched import REFERENCE_QUERY
 from kvjax.cache.methods.predicted_reads import CLAIM, CLAIM_LEVELS, EXTRA, LEAST, WEIGHT
 from kvjax.cache.methods.triattention import QUERY_CENTRE, QUERY_SIZE
-from kvjax.checks import check_number, check_whole
+from kvjax.checks import check_flag, check_number, check_whole
 from kvjax.engine.calibrate.choice import Fitted
 from kvjax.engine.calibrate.exercises import SAID, turn_of
 from kvjax.engine.calibrate.fit import (
@@ -78,6 +78,9 @@ class CalibrationSettings:
     """Trainings on so many contexts each, whose mean is taken."""
     exercise_tokens: int = 1024
     """Tokens of each of these at most."""
+    own_words: bool = False
+    """Whether the model asks and answers half of them itself
+    (`kvjax.engine.calibrate.own_words`)."""
     references: int = 16
     """Tokens whose queries are written down, for `kvjax.cache.methods.matched`."""
 
@@ -90,6 +93,7 @@ class CalibrationSettings:
         check_whole("exercises", self.exercises, 0)
         check_whole("trainings", self.trainings, 1)
         check_whole("exercise_tokens", self.exercise_tokens, 256, 2**20)
+        check_flag("own_words", self.own_words)
         check_whole("references", self.references, 1, 4096)
 
 
@@ -163,7 +167,9 @@ def calibrate(
     def train(fitted: Fitted) -> Practised:
         room = model.config.max_position_embeddings - SAID
         tokens = min(settings.exercise_tokens, room)
-        practice = Practice(settings.exercises, settings.trainings, tokens)
+        practice = Practice(
+            settings.exercises, settings.trainings, tokens, own_words=settings.own_words
+        )
         of_choice = kept and kept.with_name(kept.name + OF_CHOICE)
         return practise(
             model, texts, fitted, practice, state=of_choice, key=key, progress=progress
