@@ -209,8 +209,12 @@ def test_matrices_that_fill_no_vectors_are_left_to_xla() -> None:
     for shape in ((95, 544), (96, 543), (90, 544)):
         found = explain(matmul, jnp.ones((4, shape[0])), jnp.ones(shape))
         assert f"numba does not serve a matrix of {list(shape)}" in found
+
+
+@needs_amx
+def test_matrices_that_fill_no_tiles_are_left_to_xla() -> None:
     found = explain(matmul, jnp.ones((70, 100)), jnp.ones((100, 544)))
-    assert "does not serve a matrix of [100, 544]" in found
+    assert "amx does not serve a matrix of [100, 544]" in found
 
 
 def test_no_rows_have_no_product() -> None:
