@@ -122,7 +122,10 @@ def _fit(address, head, num_queries, d, width):
     )
     state = carray(int32s(calls.argument(frame, 3) + head * num_tokens * 4), num_tokens)
     rule = float32s(calls.argument(frame, 4))
-    new_k[:], new_v[:] = k, v
+    # By loops: Numba compiles an assignment of slices for seconds.
+    for t in range(num_tokens):
+        for c in range(d):
+            new_k[t, c], new_v[t, c] = k[t, c], v[t, c]
     at = np.empty(num_tokens, np.int64)
     n = _placed(state, KEPT, at, 0)
     stay, n = n, _placed(state, DROPPED, at, n)
@@ -134,7 +137,8 @@ def _fit(address, head, num_queries, d, width):
     _logits(q, k, at, n, weight, d)
     values, said = np.empty((n, d), np.float32), np.empty((rows, d), np.float32)
     for t in range(n):
-        values[t] = v[at[t]]
+        for c in range(d):
+            values[t, c] = v[at[t], c]
     lacks = np.zeros((num_queries, WIDTH), np.float32)
     mass = np.empty(num_queries, np.float32)
     for i in range(num_queries):

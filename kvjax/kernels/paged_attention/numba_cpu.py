@@ -238,7 +238,10 @@ def _attend(address, chunk, frame, r, d, keys, values, fine):
             kept = carray(
                 float32s(calls.result(frame, _KEPT)), (rows, most_pieces, r, PIECE_TOKENS)
             )
-            kept[row, piece, :, :n] = s[:, :n]
+            # By loops: Numba compiles an assignment of slices for seconds.
+            for i in range(r):
+                for t in range(n):
+                    kept[row, piece, i, t] = s[i, t]
         sums = calls.result(frame, 1) + (row * most_pieces + piece) * r * d * 4
         carray(float32s(sums), r * d)[:] = 0
         for t in range(0, n, ROWS):
