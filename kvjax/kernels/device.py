@@ -56,12 +56,16 @@ def of(array: object = None) -> Device:
 def check_numba(where: Device) -> None:
     """
     Raises:
-        NotImplementedError: kernels that Numba compiles do not run on the device.
+        NotImplementedError: kernels that Numba compiles do not run on the device, or jaxlib does
+            not call them.
     """
     if where.platform != "cpu":
         raise NotImplementedError(f"device {where.kind}")
     if importlib.util.find_spec("numba") is None:
         raise NotImplementedError("Python without Numba (pip install '.[cpu]')")
+    from kvjax.kernels import numba_calls
+
+    numba_calls.check()
 
 
 def check_in_parts(*operands: jax.Array) -> None:

@@ -177,6 +177,27 @@ def compiled(function: Any, kind: Any) -> Any:
     return found
 
 
+def check() -> None:
+    """
+    Raises:
+        NotImplementedError: jaxlib does not serve the version of the interface.
+    """
+    _nothing()
+
+
+@once
+def _nothing() -> str:
+    """The name by which programs call what does nothing: it is compiled in no time."""
+
+    @no_type_check
+    def call(frame):
+        runs(frame)
+        return 0
+
+    register("kvjax_nothing", compiled(call, types.int64(types.CPointer(types.int64))))
+    return "kvjax_nothing"
+
+
 def register(name: str, function: Any) -> None:
     """Let programs call a function by a name.
 

@@ -241,7 +241,7 @@ def told(decision: Decision) -> tuple[Any, ...]:
 def test_all_decide_the_same_whichever_device_they_count_first():
     rng = np.random.default_rng(11)
     devices, came = Devices(rng), 0
-    while devices.decided < 10_000:
+    while devices.decided < 4_000:
         if len(devices.schedulers[0].waiting) < 6 and rng.random() < 0.5:
             devices.add(request_of(came, rng))
             came += 1

@@ -37,7 +37,7 @@ def fitted(name: str, *arguments):
 
 @pytest.mark.parametrize(
     ("queries", "tokens", "d", "rate"),
-    [(144, 300, 64, 4), (100, 130, 80, 2), (7, 40, 16, 8), (30, 70, 6, 3), (5, 20, 128, 2)],
+    [(144, 300, 64, 4), (100, 130, 80, 2), (7, 40, 64, 8), (30, 70, 6, 3), (5, 20, 64, 2)],
     ids=["whole blocks", "parts of blocks", "few", "no whole vector", "more channels than queries"],
 )
 @pytest.mark.parametrize("name", NAMES)
@@ -57,7 +57,7 @@ def test_heads_are_fitted_as_the_oracle_fits_them(name, queries, tokens, d, rate
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_nothing_goes_of_stays_to_the_bit(name) -> None:
-    q, k, v, dropped, kept = heads(7, 40, 16, 8)
+    q, k, v, dropped, kept = heads(7, 40, 64, 8)
     nothing = jnp.zeros_like(kept)
     for masks in ((nothing, dropped | kept), (dropped | kept, nothing), (nothing, nothing)):
         for new, old in zip(fitted(name, q, k, v, *masks), (k, v), strict=True):
@@ -67,14 +67,14 @@ def test_what_nothing_goes_of_stays_to_the_bit(name) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_query_that_looks_at_nothing_that_stays_counts_no_more_than_others(name) -> None:
     rng = np.random.default_rng(3)
-    q = rng.standard_normal((1, 40, 16)).astype(np.float32) / 4
-    k, v = (rng.standard_normal((1, 60, 16)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((1, 40, 64)).astype(np.float32) / 8
+    k, v = (rng.standard_normal((1, 60, 64)).astype(np.float32) for _ in "kv")
     kept = np.arange(60)[None] % 4 == 0
     # One key that goes and that one query looks at alone.
     k[0, 1] = 30 * q[0, 0]
     given = (jnp.asarray(x) for x in (q, k, v, ~kept, kept))
     got = fitted(name, *given)
-    want = matched(4 * q[0], k[0], v[0], kept[0])
+    want = matched(8 * q[0], k[0], v[0], kept[0])
     for new, wanted in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(new)[kept], wanted, rtol=2e-3, atol=2e-3)
 
@@ -105,7 +105,7 @@ def test_one_thread_computes_what_several_do(tmp_path) -> None:
 
 
 def test_explains_the_choice(monkeypatch) -> None:
-    arguments = heads(7, 40, 16, 8)
+    arguments = heads(7, 40, 64, 8)
     assert explain(match_attention, *arguments) == "numba"
     with jax.sharding.use_abstract_mesh(H200):
         assert explain(match_attention, *arguments).startswith("xla: numba does not serve device")
@@ -119,16 +119,16 @@ def test_explains_the_choice(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("place", "wrong", "message"),
     [
-        (0, (3, 7, 8), r"q shape: got \[3, 7, 8\], wanted \[3, Q, 16\]"),
-        (0, (3, 0, 16), r"q shape: got \[3, 0, 16\], wanted \[3, Q, 16\]"),
+        (0, (3, 7, 8), r"q shape: got \[3, 7, 8\], wanted \[3, Q, 64\]"),
+        (0, (3, 0, 64), r"q shape: got \[3, 0, 64\], wanted \[3, Q, 64\]"),
         (1, (3, 40), r"k shape: got \[3, 40\], wanted \[H, T, d\]"),
-        (2, (3, 41, 16), r"v shape: got \[3, 41, 16\], wanted that of k, \[3, 40, 16\]"),
+        (2, (3, 41, 64), r"v shape: got \[3, 41, 64\], wanted that of k, \[3, 40, 64\]"),
         (3, (40,), r"dropped shape: got \[40\], wanted \[3, 40\]"),
         (4, (3, 39), r"kept shape: got \[3, 39\], wanted \[3, 40\]"),
     ],
 )
 def test_bad_arguments_are_named(place: int, wrong: tuple[int, ...], message: str) -> None:
-    arguments: list = list(heads(7, 40, 16, 8))
+    arguments: list = list(heads(7, 40, 64, 8))
     arguments[place] = jax.ShapeDtypeStruct(wrong, arguments[place].dtype)
     with pytest.raises(ValueError, match=message):
         explain(match_attention, *arguments)

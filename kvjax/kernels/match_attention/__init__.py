@@ -4,7 +4,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.kernels.checks import wanted
 from kvjax.kernels.choice import Choice, choose
-from kvjax.kernels.device import Device, check_numba
+from kvjax.kernels.device import check_numba
 from kvjax.kernels.match_attention import reference
 
 
@@ -68,13 +68,7 @@ def choice(q, k, v, dropped, kept, *, implementation: str | None = None, **_) ->
         if mask.shape != k.shape[:2]:
             raise wanted(f"{name} shape", list(mask.shape), [num_heads, num_tokens])
 
-    def numba(where: Device) -> None:
-        check_numba(where)
-        from kvjax.kernels.match_attention import numba_cpu
-
-        numba_cpu.check()
-
-    return choose(implementation, {"numba": numba, "xla": lambda _: None}, q)
+    return choose(implementation, {"numba": check_numba, "xla": lambda _: None}, q)
 
 
 match_attention.choice = choice  # type: ignore[attr-defined]

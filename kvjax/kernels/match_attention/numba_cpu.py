@@ -34,14 +34,6 @@ KEPT, DROPPED = 1, 2
 """What becomes of a KV; 0 where there is none."""
 
 
-def check() -> None:
-    """
-    Raises:
-        NotImplementedError: jaxlib does not serve calls of functions of others.
-    """
-    _target(ROWS, ROWS)
-
-
 def match_attention(
     q: Float[Array, "H Q d"],
     k: Float[Array, "H T d"],
@@ -57,25 +49,24 @@ def match_attention(
     state = jnp.where(kept, KEPT, jnp.where(dropped, DROPPED, 0)).astype(jnp.int32)
     rule = jnp.array([most_mass, stiffness, drawn_back], jnp.float32)
     padded = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, -num_queries % TALL), (0, 0)))
-    given = [padded, k.astype(jnp.float32), v.astype(jnp.float32), state, rule]
+    count = jnp.int32(num_queries)
+    given = [padded, k.astype(jnp.float32), v.astype(jnp.float32), state, rule, count]
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, v)]
-    target = _target(num_queries, d)
-    new_k, new_v = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")(*given)
+    new_k, new_v = jax.ffi.ffi_call(_target(d), results, vmap_method="broadcast_all")(*given)
     return new_k.astype(k.dtype), new_v.astype(v.dtype)
 
 
 @calls.once
-def _target(num_queries: int, d: int) -> str:
-    """The name by which programs call it, for a number of queries and a head dimension; all else is
-    read from the call."""
-    name = f"kvjax_match_attention_{num_queries}_{d}"
+def _target(d: int) -> str:
+    """The name by which programs call it, for a head dimension; all else is read from the call."""
+    name = f"kvjax_match_attention_{d}"
     stamp = numba_source.stamp()
     width = math.gcd(d, WIDTH)
 
     @no_type_check
     def task(team):
         if stamp >= 0:
-            _work(team, num_queries, d, width)
+            _work(team, d, width)
         threads.leave(team)
 
     @no_type_check
@@ -93,22 +84,23 @@ def _target(num_queries: int, d: int) -> str:
 
 @no_type_check
 @numba.njit
-def _work(address, num_queries, d, width):
+def _work(address, d, width):
     """Heads of a team's call, while there are any."""
     head = threads.take(address)
     while head < calls.words(address)[threads.TOTAL]:
-        _fit(address, head, num_queries, d, width)
+        _fit(address, head, d, width)
         threads.finished(address)
         head = threads.take(address)
 
 
 @no_type_check
 @numba.njit(fastmath=FAST, error_model="numpy")
-def _fit(address, head, num_queries, d, width):
+def _fit(address, head, d, width):
     """A head's keys and values."""
-    _ = literally(num_queries), literally(d), literally(width)
+    _ = literally(d), literally(width)
     frame = calls.words(calls.words(address)[threads.FRAME])
     num_tokens = calls.sizes(frame, 3)[calls.rank(frame, 3) - 1]
+    num_queries = int32s(calls.argument(frame, 5))[0]
     rows = -(-num_queries // TALL) * TALL
     q = carray(float32s(calls.argument(frame, 0) + head * rows * d * 4), (rows, d))
     each = (num_tokens, d)

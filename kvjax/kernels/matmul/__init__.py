@@ -75,10 +75,10 @@ def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
 
     def amx(where: Device) -> None:
         check_numba(where)
-        from kvjax.kernels.matmul import amx
+        from kvjax.kernels import numba_tiles
 
-        amx.check()
-        check_kinds(amx.DEPTH, amx.SIDE)
+        numba_tiles.check()
+        check_kinds(numba_tiles.DEPTH, numba_tiles.SIDE)
         check_rows(x.shape[0] >= LEAST_ROWS)
         check_in_parts(x)
 
@@ -86,7 +86,6 @@ def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
         check_numba(where)
         from kvjax.kernels.matmul import numba_cpu
 
-        numba_cpu.check()
         check_kinds(numba_cpu.AT_ONCE, numba_cpu.ROWS)
         most = numba_cpu.MOST_ROWS[weight.dtype.name]
         # Of float32 XLA reads as fast, for one row.

@@ -19,7 +19,7 @@ from kvjax.kernels import numba_calls as calls
 from kvjax.kernels import numba_source, numba_tiles
 from kvjax.kernels import numba_threads as threads
 from kvjax.kernels.matmul.by_hand import by_hand
-from kvjax.kernels.numba_calls import FLOAT32, KINDS
+from kvjax.kernels.numba_calls import KINDS
 from kvjax.kernels.numba_matrices import hold
 from kvjax.kernels.numba_tiles import DEPTH, SIDE, pack_columns, pack_rows, product, step_bytes
 
@@ -27,16 +27,6 @@ NEAR = 1 << 20
 """Bytes of rows that a core's cache has room for, beside what they are multiplied by."""
 CHUNKS = 4
 """Least chunks of rows of a call, where it has as many panels."""
-
-
-def check() -> None:
-    """
-    Raises:
-        NotImplementedError: the processor has no AMX, or jaxlib does not serve calls of functions
-            of others.
-    """
-    numba_tiles.check()
-    _target(FLOAT32, FLOAT32)
 
 
 @by_hand

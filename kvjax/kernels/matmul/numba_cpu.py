@@ -34,14 +34,6 @@ BETWEEN = 8 * ROWS
 """Numbers between rows of sums: rows a page apart would wait for each other."""
 
 
-def check() -> None:
-    """
-    Raises:
-        NotImplementedError: jaxlib does not serve calls of functions of others.
-    """
-    _target(FLOAT32, 1)
-
-
 @by_hand
 def matmul(
     x: Float[Array, "T I"], weight: Num[Array, "I O"], dtype: DTypeLike

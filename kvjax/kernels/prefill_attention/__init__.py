@@ -198,13 +198,7 @@ def choice(
             raise NotImplementedError(f"{q.shape[0]} tokens")
         check_in_parts(q, k, v)
 
-    def numba(where: Device) -> None:
-        check_numba(where)
-        from kvjax.kernels.prefill_attention import numba_cpu
-
-        numba_cpu.check()
-
-    own = {"cudnn": cudnn, "splash": splash, "amx": amx, "numba": numba}
+    own = {"cudnn": cudnn, "splash": splash, "amx": amx, "numba": check_numba}
     return choose(implementation, {**own, "xla": lambda _: None}, q)
 
 

@@ -41,14 +41,6 @@ OWN = -1
 """In place of how many keys all queries of a head see: each up to its own token."""
 
 
-def check() -> None:
-    """
-    Raises:
-        NotImplementedError: jaxlib does not serve calls of functions of others.
-    """
-    _target(1, ROWS)
-
-
 def causal(
     q: Float[Array, "T Hr d"],
     k: Float[Array, "T H d"],

@@ -55,13 +55,11 @@ TOGETHER = 8
 def check(d: int) -> None:
     """
     Raises:
-        NotImplementedError: the processor has no AMX, heads of that dimension fill no tiles, or
-            jaxlib does not serve calls of functions of others.
+        NotImplementedError: the processor has no AMX, or heads of that dimension fill no tiles.
     """
     numba_tiles.check()
     if d % DEPTH:
         raise NotImplementedError(f"d={d}, which fills no tiles")
-    target(1, DEPTH, FLOAT32)
 
 
 def kind_of(k: Array, v: Array) -> int:
