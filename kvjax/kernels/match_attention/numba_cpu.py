@@ -100,7 +100,7 @@ def _fit(address, head, d, width):
     _ = literally(d), literally(width)
     frame = calls.words(calls.words(address)[threads.FRAME])
     num_tokens = calls.sizes(frame, 3)[calls.rank(frame, 3) - 1]
-    num_queries = int32s(calls.argument(frame, 5))[0]
+    num_queries = np.int64(int32s(calls.argument(frame, 5))[0])
     rows = -(-num_queries // TALL) * TALL
     q = carray(float32s(calls.argument(frame, 0) + head * rows * d * 4), (rows, d))
     each = (num_tokens, d)
@@ -217,10 +217,12 @@ def _logits(q, k, at, n, out, d):
 @numba.njit(fastmath=FAST, error_model="numpy")
 def _moved(q, lacks, stiffness, num_queries, d, width):
     """The vector, in the first column, that gives queries the mass that they lack."""
-    gram = np.zeros(room(d), np.float32)
+    # No literal: what is called is compiled for other sizes as well.
+    size = np.int64(d)
+    gram = np.zeros(room(size), np.float32)
     right = np.empty((-(-d // TALL) * TALL, WIDTH), np.float32)
     turned = np.empty((gram.shape[0], num_queries), np.float32)
-    transpose(q[:num_queries], turned, 0, d)
+    transpose(q[:num_queries], turned, 0, size)
     own, across = turned.ctypes.data, gram.shape[1]
     strides = (num_queries * 4, d * 4, across * 4)
     multiply(own, q.ctypes.data, gram.ctypes.data, d, num_queries, d, strides, width)
@@ -230,5 +232,5 @@ def _moved(q, lacks, stiffness, num_queries, d, width):
     trace = np.float32(0)
     for c in range(d):
         trace += gram[c, c]
-    solve(gram, d, max(stiffness * trace / d, LEAST_RIDGE), right[:d], WIDTH)
+    solve(gram, size, max(stiffness * trace / d, LEAST_RIDGE), right[:d], WIDTH)
     return right

@@ -254,7 +254,9 @@ def _attend(address, chunk, r, d, width):
                 weights, into = s.ctypes.data, sums.ctypes.data
                 multiply(weights, values, into, tile, most, d, strides, width)
             for i in range(min(tile, num_tokens * r - first)):
-                out[head, (first + i) % r, (first + i) // r] = sums[i]
+                # By a loop: Numba compiles an assignment of slices for seconds.
+                for c in range(d):
+                    out[head, (first + i) % r, (first + i) // r, c] = sums[i, c]
         threads.finished(address)
         chunk = threads.take(address)
 
