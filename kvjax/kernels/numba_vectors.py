@@ -20,6 +20,8 @@ AT_ONCE = 4
 """Rows of a matrix that are added to sums at once."""
 _AHEAD = 8
 """Rows of it by which what comes is fetched before."""
+LINE = 64
+"""Bytes that come from memory at once."""
 TALL = 6
 """Rows of a tile that a product has in registers."""
 
@@ -216,15 +218,27 @@ def numbers_of(builder: ir.IRBuilder, address: ir.Value, kind: int) -> Any:
     return x
 
 
-def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Have what is behind an address fetched into the first cache."""
+def prefetch(builder: ir.IRBuilder, address: ir.Value, near: int = 3) -> None:
+    """Have what is behind an address fetched into the first cache, or, `near` being 2, into the
+    second, for which more is on its way at a time."""
     pointer = ir.IntType(8).as_pointer()
     name, kinds = "llvm.prefetch.p0i8", [pointer, _INDEX, _INDEX, _INDEX]
     call = builder.module.globals.get(name)
     if call is None:
         call = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
     # To be read, to be kept, data.
-    builder.call(call, [builder.inttoptr(address, pointer), _index(0), _index(3), _index(1)])
+    builder.call(call, [builder.inttoptr(address, pointer), _index(0), _index(near), _index(1)])
+
+
+@intrinsic
+def fetch(typing, address):
+    """Have the line of an address fetched into the second cache, wherever it leads."""
+
+    def build(context, builder, signature, arguments):
+        prefetch(builder, arguments[0], near=2)
+        return context.get_dummy_value()
+
+    return types.none(types.int64), build
 
 
 @intrinsic

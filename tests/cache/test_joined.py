@@ -71,8 +71,8 @@ def run(codec: Codec, head_dim: int, joined: bool, b: int):
 @pytest.mark.parametrize(
     ("name", "head_dim", "arrays"),
     [
-        ("float32", 64, 1),
-        ("int8", 128, 3),
+        pytest.param("float32", 64, 1, marks=pytest.mark.slow),
+        pytest.param("int8", 128, 3, marks=pytest.mark.slow),
         pytest.param("float32", 80, 1, marks=pytest.mark.slow),
         pytest.param("bfloat16", 96, 1, marks=pytest.mark.slow),
         pytest.param("int8", 64, 2, marks=pytest.mark.slow),
@@ -83,7 +83,7 @@ def run(codec: Codec, head_dim: int, joined: bool, b: int):
         pytest.param("int2", 96, 2, marks=pytest.mark.slow),
         pytest.param("int4+", 64, 4, marks=pytest.mark.slow),
         ("int2+", 64, 4),
-        ("affine4", 64, 3),
+        pytest.param("affine4", 64, 3, marks=pytest.mark.slow),
         pytest.param("k8v4", 64, 3, marks=pytest.mark.slow),
         pytest.param("e5m2", 96, 2, marks=pytest.mark.slow),
     ],

@@ -101,7 +101,12 @@ def test_no_method_copies_the_pool(step, method):
 
 
 @pytest.mark.parametrize(
-    ("step", "stored"), [(decode, "int8w16"), (chunk, "int8w16"), (decode, "int4+")]
+    ("step", "stored"),
+    [
+        pytest.param(decode, "int8w16", marks=pytest.mark.slow),
+        (chunk, "int8w16"),
+        (decode, "int4+"),
+    ],
 )
 def test_what_is_beside_codes_copies_no_pool_of_them(step, stored, monkeypatch):
     coded = partial(abstract_cache, codec=as_codec(stored, "float32"))

@@ -60,7 +60,10 @@ def written(codec: str, smoothing: KeySmoothing | None):
     return cache, k, v
 
 
-@pytest.mark.parametrize(("codec", "atol"), [("int8", 0.05), ("int4", 0.5), ("int2w99", 1e-4)])
+@pytest.mark.parametrize(
+    ("codec", "atol"),
+    [pytest.param("int8", 0.05, marks=pytest.mark.slow), ("int4", 0.5), ("int2w99", 1e-4)],
+)
 def test_attention_of_it_is_that_of_the_keys(codec, atol):
     """Whatever is taken from all keys of a head, and whichever channel has another scale."""
     rng = np.random.default_rng(2)

@@ -37,7 +37,13 @@ def fitted(name: str, *arguments):
 
 @pytest.mark.parametrize(
     ("queries", "tokens", "d", "rate"),
-    [(144, 300, 64, 4), (100, 130, 80, 2), (7, 40, 64, 8), (30, 70, 6, 3), (5, 20, 64, 2)],
+    [
+        (144, 300, 64, 4),
+        pytest.param(100, 130, 80, 2, marks=pytest.mark.slow),
+        (7, 40, 64, 8),
+        (30, 70, 6, 3),
+        (5, 20, 64, 2),
+    ],
     ids=["whole blocks", "parts of blocks", "few", "no whole vector", "more channels than queries"],
 )
 @pytest.mark.parametrize("name", NAMES)

@@ -26,7 +26,7 @@ from kvjax.kernels import numba_threads as threads
 from kvjax.kernels.encoded import Encoded, turned, without_halves
 from kvjax.kernels.numba_calls import BFLOAT16, FLOAT32, INT4, INT8, bfloat16_at, float32s, int32s
 from kvjax.kernels.numba_matrices import FAST, exp, exponentials
-from kvjax.kernels.numba_vectors import ROWS, add_weighted, dots, to_float32
+from kvjax.kernels.numba_vectors import LINE, ROWS, add_weighted, dots, fetch, to_float32
 from kvjax.kernels.paged_attention.spec import Shape
 
 PIECE_TOKENS = 256
@@ -224,6 +224,10 @@ def _attend(address, chunk, frame, r, d, keys, values, fine):
         n = min(_length(frame, row) - begin, PIECE_TOKENS)
         for t in range(0, n, ROWS):
             _find(at, place, tile, k, blocks, table[row], begin + t, n - t, d, b, keys)
+            if t + ROWS < n:
+                _fetch(k, blocks, table[row], begin + t + ROWS, d, b, keys)
+            else:
+                _fetch(v, blocks, table[row], begin, d, b, values)
             if fine:
                 _refine(place, tile, k, k_scale, tag, blocks, d, b, keys)
             for i in range(r):
@@ -246,6 +250,8 @@ def _attend(address, chunk, frame, r, d, keys, values, fine):
         carray(float32s(sums), r * d)[:] = 0
         for t in range(0, n, ROWS):
             _find(at, place, tile, v, blocks, table[row], begin + t, n - t, d, b, values)
+            if t + ROWS < n:
+                _fetch(v, blocks, table[row], begin + t + ROWS, d, b, values)
             if fine:
                 _refine(place, tile, v, v_scale, tag, blocks, d, b, values)
             for i in range(r):
@@ -286,6 +292,19 @@ def _find(at, place, tile, pool, num_blocks, blocks, begin, n, d, b, kind):
         else:
             at[j] = tile.ctypes.data + j * d * 4
             to_float32(pool + place[j] * size, at[j], d, kind)
+
+
+@no_type_check
+@numba.njit(inline="always")
+def _fetch(pool, num_blocks, blocks, begin, d, b, kind):
+    """Have the next `ROWS` rows of a head on their way while these are worked on: where a block's
+    successor is no processor foresees."""
+    size, last = calls.row_bytes(d, kind), blocks.shape[0] - 1
+    for j in range(0, ROWS, b):
+        block = blocks[min((begin + j) // b, last)]
+        first = pool + (_start(block, num_blocks, b) + (begin + j) % b) * size
+        for line in range(first, first + min(b, ROWS) * size, LINE):
+            fetch(line)
 
 
 @no_type_check
