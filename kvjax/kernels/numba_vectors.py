@@ -4,6 +4,7 @@ A sum over the lanes of a vector takes several steps; of sixteen vectors at once
 steps each. Sums and queries stay in registers while rows are read from where they lie.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -20,6 +21,8 @@ AT_ONCE = 4
 """Rows of a matrix that are added to sums at once."""
 _AHEAD = 8
 """Rows of it by which what comes is fetched before."""
+FAR = 8192
+"""Bytes by which what is read on end is fetched before."""
 LINE = 64
 """Bytes that come from memory at once."""
 TALL = 6
@@ -204,16 +207,65 @@ def add_products(typing, b, a, out, vectors, strides, kind, rows):
     return types.none(*addresses, types.UniTuple(types.int64, 3), kind, rows), build
 
 
-def numbers_of(builder: ir.IRBuilder, address: ir.Value, kind: int) -> Any:
-    """`ROWS` numbers behind an address, in float32."""
+@intrinsic
+def row_dots(typing, a, b, out, steps, strides, kind, rows):
+    """Products of some rows of a with some of b, `WIDTH` in all: first those of a's first row.
+
+    Args: addresses, of the first rows and of the result; vectors of `WIDTH` numbers in a row, at
+    least 1; bytes from row to row of a and of b, a tuple; what the numbers of b are, a literal, and
+    how many rows a has, another, a divisor of `WIDTH`. What is not of b is float32.
+    """
+    stored, count = literal(kind, "kind"), literal(rows, "rows")
+    size = {FLOAT32: 4, BFLOAT16: 2, INT8: 1}[stored]
+
+    def build(context, builder, signature, arguments):
+        a, b, out, steps, strides, _, _ = arguments
+        word, vector = ir.IntType(64), ir.VectorType(_FLOAT, WIDTH)
+        a_stride, b_stride = (builder.extract_value(strides, i) for i in range(2))
+        before = builder.block
+        loop, behind = (builder.append_basic_block(name) for name in ("loop", "behind"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step, of_a, of_b = (builder.phi(word) for _ in range(3))
+        sums = [builder.phi(vector) for _ in range(WIDTH)]
+        x, y = [], []
+        for i in range(count):
+            row = builder.add(of_a, builder.mul(a_stride, word(i)))
+            x.append(_load(builder, row, 0, WIDTH))
+        for j in range(WIDTH // count):
+            row = builder.add(of_b, builder.mul(b_stride, word(j)))
+            y.append(numbers_of(builder, row, stored, WIDTH))
+            prefetch(builder, builder.add(row, word(FAR)), near=2)
+        found = [
+            fused(builder, one, other, total)
+            for (one, other), total in zip(itertools.product(x, y), sums)
+        ]
+        after = builder.add(step, word(1))
+        phis = [(step, word(0), after), (of_a, a, builder.add(of_a, word(WIDTH * 4)))]
+        phis.append((of_b, b, builder.add(of_b, word(WIDTH * size))))
+        phis += [(one, ir.Constant(vector, None), new) for one, new in zip(sums, found)]
+        for phi, start, more in phis:
+            phi.add_incoming(start, before)
+            phi.add_incoming(more, loop)
+        builder.cbranch(builder.icmp_signed("<", after, steps), loop, behind)
+        builder.position_at_end(behind)
+        _store(builder, _summed(builder, found, WIDTH), out, 0, WIDTH)
+        return context.get_dummy_value()
+
+    addresses = [types.int64] * 4
+    return types.none(*addresses, types.UniTuple(types.int64, 2), kind, rows), build
+
+
+def numbers_of(builder: ir.IRBuilder, address: ir.Value, kind: int, width: int = ROWS) -> Any:
+    """Some numbers behind an address, in float32."""
     element = {FLOAT32: _FLOAT, BFLOAT16: ir.IntType(16), INT8: ir.IntType(8)}[kind]
-    x, single = _load(builder, address, 0, ROWS, element), ir.VectorType(_FLOAT, ROWS)
+    x, single = _load(builder, address, 0, width, element), ir.VectorType(_FLOAT, width)
     if kind == INT8:
         return builder.sitofp(x, single)
     if kind == BFLOAT16:
-        whole = ir.VectorType(_INDEX, ROWS)
+        whole = ir.VectorType(_INDEX, width)
         return builder.bitcast(
-            builder.shl(builder.zext(x, whole), ir.Constant(whole, [16] * ROWS)), single
+            builder.shl(builder.zext(x, whole), ir.Constant(whole, [16] * width)), single
         )
     return x
 

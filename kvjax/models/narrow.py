@@ -53,8 +53,8 @@ def scaled_product(
         out = _product(x, weight.astype(x.dtype), axis, jnp.float32)
     elif weight.dtype != jnp.int8:
         out = _by_tiles(x, weight, axis)
-    elif x.ndim == 2 and axis == 0 and kernels.matmul.choice(x, weight).name != "xla":
-        out = kernels.matmul(x, weight, dtype=jnp.float32)
+    elif x.ndim == 2 and kernels.matmul.choice(x, weight, axis=axis).name != "xla":
+        out = kernels.matmul(x, weight, axis=axis, dtype=jnp.float32)
     else:
         out = _by_integers(x, weight, axis)
     return out * scale.astype(jnp.float32)

@@ -42,10 +42,10 @@ def exact(x, weight) -> tuple[np.ndarray, np.ndarray]:
     return x @ weight, np.abs(x) @ np.abs(weight)
 
 
-def assert_product(name: str, x, weight) -> None:
-    got = matmul(x, weight, dtype="float32", implementation=name)
+def assert_product(name: str, x, weight, axis: int = 0) -> None:
+    got = matmul(x, weight, axis=axis, dtype="float32", implementation=name)
     assert got.dtype == jnp.float32
-    want, size = exact(x, weight)
+    want, size = exact(x, weight.T if axis else weight)
     assert np.all(np.abs(np.asarray(got, np.float64) - want) <= OFF[name] * size)
 
 

@@ -26,7 +26,7 @@ from kvjax.kernels import (
     paged_attention,
 )
 from kvjax.kernels.match_attention import numba_cpu as match_cpu
-from kvjax.kernels.matmul import amx
+from kvjax.kernels.matmul import amx, numba_rows
 from kvjax.kernels.matmul import numba_cpu as matmul_cpu
 from kvjax.kernels.paged_attention import numba_cpu, spec
 from kvjax.kernels.prefill_attention import numba_cpu as prefill_cpu
@@ -110,6 +110,7 @@ def test_without_numba_xla_serves(monkeypatch) -> None:
         (match_cpu._target, (16,), 6),
         (amx._target, (0, 0), 6),
         (matmul_cpu._target, (0, 1), 6),
+        (numba_rows._target, (0, 1), 6),
     ],
 )
 def test_what_lies_on_disk_is_of_this_version(target, of, modules, monkeypatch) -> None:

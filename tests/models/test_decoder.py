@@ -62,9 +62,9 @@ def test_products_of_layers_are_those_of_kernels(monkeypatch):
     config, params = tiny("gqa_2_to_1")
     seen, usual = [], kernels.matmul
 
-    def matmul(x, weight):
+    def matmul(x, weight, **how):
         seen.append(weight.shape)
-        return usual(x, weight)
+        return usual(x, weight, **how)
 
     monkeypatch.setattr(kernels, "matmul", matmul)
     tokens = jnp.asarray(tiny_models.tiny_tokens("gqa_2_to_1"))
@@ -72,7 +72,8 @@ def test_products_of_layers_are_those_of_kernels(monkeypatch):
     wide, heads = config.hidden_size, config.num_heads * config.head_dim
     inner = 2 * config.num_kv_heads * config.head_dim
     ffn = config.intermediate_size
-    assert seen == [(wide, heads + inner), (heads, wide), (wide, 2 * ffn), (ffn, wide)]
+    of_layers = [(wide, heads + inner), (heads, wide), (wide, 2 * ffn), (ffn, wide)]
+    assert seen == [*of_layers, (config.vocab_size, wide)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

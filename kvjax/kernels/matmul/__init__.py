@@ -1,6 +1,5 @@
 """Products of activations and weights, as processors without accelerators are fast at them."""
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
@@ -8,6 +7,7 @@ from jaxtyping import Array, Float, Num
 from kvjax.kernels.checks import check_dtype, wanted
 from kvjax.kernels.choice import Choice, choose
 from kvjax.kernels.device import Device, check_in_parts, check_numba
+from kvjax.kernels.matmul.by_hand import plain
 
 LEAST_ROWS = 64
 """Rows from which on it pays to put weights into the order in which AMX reads them."""
@@ -15,8 +15,9 @@ LEAST_ROWS = 64
 
 def matmul(
     x: Float[Array, "T I"],
-    weight: Num[Array, "I O"],
+    weight: Num[Array, "A B"],
     *,
+    axis: int = 0,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T O"]:
@@ -28,7 +29,8 @@ def matmul(
 
     Args:
         x: activations.
-        weight: a matrix of their dtype, or of int8.
+        weight: a matrix [I, O] of their dtype, or of int8.
+        axis: of the matrix, on which the inputs lie: 1 for one [O, I], as embeddings are.
         dtype: of the result; that of x by default.
         implementation: "amx" (CPUs that have it, for many rows), "numba" (CPUs, for few) or
             "xla"; None picks by device and shape (`kvjax.kernels.explain` says which and why).
@@ -38,25 +40,27 @@ def matmul(
             serve the call; names the argument, what it got and what is wanted.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    name = choice(x, weight, implementation=implementation).name
+    name = choice(x, weight, axis=axis, implementation=implementation).name
     if name == "amx":
         from kvjax.kernels.matmul import amx
 
         return amx.matmul(x, weight, dtype)
     if name == "numba":
-        from kvjax.kernels.matmul import numba_cpu
+        from kvjax.kernels.matmul import numba_cpu, numba_rows
 
-        return numba_cpu.matmul(x, weight, dtype)
-    dims = (((1,), (0,)), ((), ()))
-    return jax.lax.dot_general(x, weight.astype(x.dtype), dims, preferred_element_type=dtype)
+        return (numba_cpu, numba_rows)[axis].matmul(x, weight, dtype)
+    return plain(x, weight, axis, dtype)
 
 
-def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
+def choice(x, weight, *, axis: int = 0, implementation: str | None = None, **_) -> Choice:
     """The implementation of a call of `matmul`."""
     if x.ndim != 2 or x.shape[1] == 0:
         raise wanted("x shape", list(x.shape), "[T, I], I at least 1")
-    if weight.ndim != 2 or weight.shape[0] != x.shape[1] or 0 in weight.shape:
-        raise wanted("weight shape", list(weight.shape), f"[{x.shape[1]}, O]")
+    if axis not in (0, 1):
+        raise wanted("axis", axis, "0 or 1")
+    if weight.ndim != 2 or weight.shape[axis] != x.shape[1] or 0 in weight.shape:
+        shape = (f"[{x.shape[1]}, O]", f"[O, {x.shape[1]}]")[axis]
+        raise wanted("weight shape", list(weight.shape), shape)
     check_dtype("x", x, jnp.floating, "a floating-point type")
     if weight.dtype not in (x.dtype, jnp.int8):
         raise wanted("weight dtype", weight.dtype, f"that of x, {x.dtype}, or int8")
@@ -65,12 +69,12 @@ def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
         if implementation is None and not pays:
             raise NotImplementedError(f"{x.shape[0]} rows of {weight.dtype} faster than others")
 
-    def check_kinds(inputs: int, outputs: int) -> None:
+    def check_kinds(first: int, last: int, least: int = 1) -> None:
         if x.shape[0] == 0:
             raise NotImplementedError("no rows")
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(f"{x.dtype}")
-        if weight.shape[0] % inputs or weight.shape[1] % outputs:
+        if weight.shape[0] % first or weight.shape[1] % last or len(weight) < least:
             raise NotImplementedError(f"a matrix of {list(weight.shape)}")
 
     def amx(where: Device) -> None:
@@ -78,16 +82,22 @@ def choice(x, weight, *, implementation: str | None = None, **_) -> Choice:
         from kvjax.kernels import numba_tiles
 
         numba_tiles.check()
+        if axis:
+            raise NotImplementedError("matrices whose inputs lie on axis 1")
         check_kinds(numba_tiles.DEPTH, numba_tiles.SIDE)
         check_rows(x.shape[0] >= LEAST_ROWS)
         check_in_parts(x)
 
     def numba(where: Device) -> None:
         check_numba(where)
-        from kvjax.kernels.matmul import numba_cpu
+        from kvjax.kernels.matmul import numba_cpu, numba_rows
 
-        check_kinds(numba_cpu.AT_ONCE, numba_cpu.ROWS)
-        most = numba_cpu.MOST_ROWS[weight.dtype.name]
+        if axis:
+            check_kinds(1, numba_rows.WIDTH, least=numba_rows.WIDTH)
+            most = numba_rows.MOST_ROWS[weight.dtype.name]
+        else:
+            check_kinds(numba_cpu.AT_ONCE, numba_cpu.ROWS)
+            most = numba_cpu.MOST_ROWS[weight.dtype.name]
         # Of float32 XLA reads as fast, for one row.
         check_rows(x.shape[0] <= most and (x.shape[0] > 1 or weight.dtype != jnp.float32))
 

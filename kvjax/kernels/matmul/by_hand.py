@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Num
 Product = Callable[[Float[Array, "T I"], Num[Array, "I O"], DTypeLike], Float[Array, "T O"]]
 
 
-def by_hand(product: Product) -> Any:
-    """A product of activations and weights, in a dtype, with derivatives: those of `x @ weight`, of
-    what is differentiated alone."""
+def by_hand(product: Product, axis: int = 0) -> Any:
+    """A product of activations and weights, whose inputs lie on an axis, in a dtype, with
+    derivatives: those of `plain`, of what is differentiated alone."""
     found = jax.custom_jvp(product, nondiff_argnums=(2,))
 
     def derivative(dtype: DTypeLike, operands: tuple, changes: tuple) -> tuple[Array, Array]:
@@ -23,10 +23,18 @@ def by_hand(product: Product) -> Any:
         out = found(x, weight, dtype)
         change = jnp.zeros_like(out)
         if not isinstance(of_x, SymbolicZero):
-            change += (of_x @ weight.astype(x.dtype)).astype(dtype)
+            change += plain(of_x, weight, axis, dtype)
         if not isinstance(of_weight, SymbolicZero):
-            change += (x @ of_weight).astype(dtype)
+            change += plain(x, of_weight, axis, dtype)
         return out, change
 
     found.defjvp(derivative, symbolic_zeros=True)
     return functools.wraps(product)(found)
+
+
+def plain(
+    x: Float[Array, "T I"], weight: Num[Array, "A B"], axis: int, dtype: DTypeLike
+) -> Float[Array, "T O"]:
+    """The same product as an operation of JAX."""
+    dims = (((1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), dims, preferred_element_type=dtype)

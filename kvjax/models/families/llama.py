@@ -69,14 +69,20 @@ def matmul(x: Array, weight: Array, inputs: int = 1, scale: Array | None = None)
     return out.reshape(*x.shape[:-1], *weight.shape[inputs:])
 
 
+def by_xla(x: Array, weight: Array, axis: int) -> bool:
+    """Whether XLA multiplies by a matrix."""
+    return kernels.matmul.choice(x, weight, axis=axis).name == "xla"
+
+
 def _by_head(hidden: Array, head: Array, axis: int) -> Array:
     """Hidden states [..., D] times a matrix whose inputs lie on an axis, in f32."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    dims, count = (((1,), (axis,)), ((), ())), len(rows)
-    if count == 1 and rows.dtype == jnp.bfloat16 and device.of().platform == "cpu":
+    count = len(rows)
+    one_of_few_bits = count == 1 and rows.dtype == jnp.bfloat16
+    if one_of_few_bits and device.of().platform == "cpu" and by_xla(rows, head, axis):
         # XLA for CPUs takes ten times as long for one row of bfloat16 as for two.
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
-    out = jax.lax.dot_general(rows, head, dims, preferred_element_type=jnp.float32)
+    out = kernels.matmul(rows, head, axis=axis, dtype=jnp.float32)
     return out[:count].reshape(*hidden.shape[:-1], out.shape[1])
 
 
