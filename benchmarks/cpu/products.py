@@ -1,5 +1,6 @@
 """A model's products with its weights, by every implementation that serves them."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -23,8 +24,9 @@ NAMES = ("amx", "numba", "xla")
 def measure_products(
     config: ModelConfig, rows: tuple[int, ...], repeats: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Milliseconds of the matrices of all layers times some rows, the least of all rounds,
-    implementations in turns. Each layer has weights of its own: no cache holds them all."""
+    """Milliseconds of the matrices of all layers times some rows, and of the vocabulary's, the
+    least of all rounds, implementations in turns. Each layer has weights of its own: no cache holds
+    them all."""
     table = family_of(config).layer_class.table(config)
     shapes = [
         (math.prod(spec.shape[: spec.inputs]), math.prod(spec.shape[spec.inputs :]))
@@ -37,39 +39,58 @@ def measure_products(
             [jnp.asarray(_numbers(i, shape), of_weight) for shape in shapes]
             for i in range(config.num_layers)
         ]
+        # As tied embeddings lie, their inputs along rows.
+        size = config.vocab_size, config.hidden_size
+        embed = jnp.asarray(_numbers(0, size), of_weight)
         for count in rows:
             progress(f"products, {count} rows by {of_weight}")
             x = [jnp.asarray(_numbers(count, (count, n)), of_x) for n, _ in shapes]
-            runs = {name: _run(name, layers, x) for name in NAMES if _serves(name, x, layers)}
-            taken = {name: float("inf") for name in runs}
-            for _ in range(repeats + 1):
-                for name, run in runs.items():
-                    start = time.perf_counter()
-                    jax.block_until_ready(run())
-                    taken[name] = min(taken[name], time.perf_counter() - start)
-            milliseconds = {name: 1e3 * seconds for name, seconds in taken.items()}
-            found.append({"rows": count, "weights": of_weight, "milliseconds": milliseconds})
+            own = jnp.asarray(_numbers(count, (count, config.hidden_size)), of_x)
+            served = [name for name in NAMES if _serves(name, x, layers[0], 0)]
+            runs = {name: _run(name, layers, x) for name in served}
+            others = [name for name in NAMES if _serves(name, [own], [embed], 1)]
+            of_words = {name: _once(name, own, embed) for name in others}
+            found.append({
+                "rows": count, "weights": of_weight, "milliseconds": _least(runs, repeats),
+                "vocabulary": _least(of_words, repeats),
+            })  # fmt: skip
     return found
+
+
+def _least(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Milliseconds of each, the least of some rounds."""
+    taken = {name: float("inf") for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            taken[name] = min(taken[name], time.perf_counter() - start)
+    return {name: 1e3 * seconds for name, seconds in taken.items()}
 
 
 def _numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).integers(-127, 128, shape).astype(np.float32)
 
 
-def _product(name: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product(name: str, x: jax.Array, weight: jax.Array, axis: int = 0) -> jax.Array:
     if name == "xla" and weight.dtype == jnp.int8:
         # By integers, where no kernel serves.
-        return scaled_product(x[None], weight, jnp.ones(weight.shape[1]))[0]
-    return matmul(x, weight, dtype="float32", implementation=name)
+        return scaled_product(x[None], weight, jnp.ones(weight.shape[1 - axis]), axis)[0]
+    return matmul(x, weight, axis=axis, dtype="float32", implementation=name)
 
 
-def _serves(name: str, x: list[jax.Array], layers: list[list[jax.Array]]) -> bool:
+def _serves(name: str, x: list[jax.Array], weights: list[jax.Array], axis: int) -> bool:
     try:
-        for one, weight in zip(x, layers[0]):
-            jax.eval_shape(lambda a, b: _product(name, a, b), one, weight)
+        for one, weight in zip(x, weights):
+            jax.eval_shape(functools.partial(_product, name, axis=axis), one, weight)
     except ValueError:
         return False
     return True
+
+
+def _once(name: str, x: jax.Array, weight: jax.Array) -> Callable[[], Any]:
+    compiled = jax.jit(functools.partial(_product, name, axis=1))
+    return lambda: compiled(x, weight)
 
 
 def _run(name: str, layers: list[list[jax.Array]], x: list[jax.Array]) -> Callable[[], Any]:
