@@ -145,7 +145,8 @@ def held(cache: kv.PagedCache) -> dict[tuple, tuple[np.ndarray, bool]]:
     return found
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.slow
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**31), st.lists(st.sampled_from("psacrh"), min_size=3, max_size=9))
 def test_every_kv_is_the_sum_of_its_codes(seed, kinds):
     rng, driven = np.random.default_rng(seed), Driven()

@@ -82,7 +82,7 @@ def run(codec: Codec, head_dim: int, joined: bool, b: int):
         pytest.param("int2", 128, 2, marks=pytest.mark.slow),
         pytest.param("int2", 96, 2, marks=pytest.mark.slow),
         pytest.param("int4+", 64, 4, marks=pytest.mark.slow),
-        ("int2+", 64, 4),
+        pytest.param("int2+", 64, 4, marks=pytest.mark.slow),
         pytest.param("affine4", 64, 3, marks=pytest.mark.slow),
         pytest.param("k8v4", 64, 3, marks=pytest.mark.slow),
         pytest.param("e5m2", 96, 2, marks=pytest.mark.slow),

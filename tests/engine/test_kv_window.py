@@ -89,6 +89,7 @@ def test_a_shared_prefix_brings_its_window(tiny_params):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_window_brings_answers_nearer_to_those_of_exact_kvs(tiny_params):
     """KL of the next tokens, step by step behind the same prompt and tokens."""
     ids, first = prompts_of(32)[0], 24

@@ -262,7 +262,8 @@ def test_a_request_is_compressed_as_it_is_after_the_step_that_was_held_back(tiny
     assert_empty(llm)
 
 
-@pytest.mark.parametrize("rule", [pytest.param(FULL, marks=pytest.mark.slow), SMALL])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [FULL, SMALL])
 def test_nothing_is_compiled_after_a_warm_up(tiny_params, rule):
     """However tokens are chosen, and whatever runs while a prompt comes in, as on GPUs."""
     llm = make_llm(tiny_params, rule)

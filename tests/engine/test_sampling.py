@@ -56,7 +56,9 @@ def test_greedy_takes_the_first_of_the_likeliest():
     [
         ([{}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}], 0),  # greedy all the same
         pytest.param([{}, {"temperature": 0.5}], 1, marks=pytest.mark.slow),
-        ([{"temperature": 2}, {}, {"temperature": 1, "top_k": 5}], 2),
+        pytest.param(
+            [{"temperature": 2}, {}, {"temperature": 1, "top_k": 5}], 2, marks=pytest.mark.slow
+        ),
         pytest.param(
             [{"temperature": 1, "top_p": 0.9}, {"temperature": 1}], 2, marks=pytest.mark.slow
         ),

@@ -225,6 +225,7 @@ def test_what_it_needs_is_known_before_it_runs(tiny, smaller, other):
     assert ("draft" in {key.step for key in seen}) != other
 
 
+@pytest.mark.slow
 def test_warming_up_compiles_it(tiny):
     llm = engine(tiny.model)
     llm.warm_up([LENGTH])

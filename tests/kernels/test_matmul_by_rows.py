@@ -58,6 +58,7 @@ def told() -> list[np.ndarray]:
     return [np.asarray(by_numba(*given(9, *kinds)), np.float32) for kinds in KINDS]
 
 
+@pytest.mark.slow
 def test_one_thread_computes_what_several_do(tmp_path) -> None:
     assert_one_thread_suffices(
         tmp_path, "from tests.kernels.test_matmul_by_rows import told", "told()"
