@@ -6,6 +6,7 @@ before. A row's sums are added up in the order of the matrix's rows, whatever ot
 and however many threads.
 """
 
+from collections.abc import Callable
 from typing import no_type_check
 
 import jax
@@ -39,12 +40,32 @@ def matmul(
     x: Float[Array, "T I"], weight: Num[Array, "I O"], dtype: DTypeLike
 ) -> Float[Array, "T O"]:
     """See `kvjax.kernels.matmul`; I is a multiple of `AT_ONCE`, O one of `ROWS`."""
-    rows, columns = x.shape[0], weight.shape[1]
+    return by_some(_target, x, weight, 1, dtype)
+
+
+def by_some(
+    target: Callable[[int, int], str],
+    x: Float[Array, "T I"],
+    weight: Num[Array, "A B"],
+    axis: int,
+    dtype: DTypeLike,
+) -> Float[Array, "T O"]:
+    """The product by what multiplies some rows at once: a power of two, as many as there are or
+    `TOGETHER`.
+
+    Args:
+        target: the name of a function for the kind of weights and these rows.
+        x: activations.
+        weight: the matrix.
+        axis: of the matrix, on which the outputs lie.
+        dtype: of the result.
+    """
+    rows = x.shape[0]
     together = min(TOGETHER, 1 << (rows - 1).bit_length())
     x = jnp.pad(x.astype(jnp.float32), ((0, -rows % together), (0, 0)))
     call = jax.ffi.ffi_call(
-        _target(KINDS[weight.dtype.name], together),
-        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
+        target(KINDS[weight.dtype.name], together),
+        jax.ShapeDtypeStruct((x.shape[0], weight.shape[axis]), jnp.float32),
         vmap_method="sequential",
     )
     return call(x, weight)[:rows].astype(dtype)

@@ -7,8 +7,6 @@ A row's products are added up in one order, whatever other rows there are and ho
 import functools
 from typing import no_type_check
 
-import jax
-import jax.numpy as jnp
 import numba
 import numpy as np
 from jax.typing import DTypeLike
@@ -19,14 +17,13 @@ from kvjax.kernels import numba_calls as calls
 from kvjax.kernels import numba_source
 from kvjax.kernels import numba_threads as threads
 from kvjax.kernels.matmul.by_hand import by_hand
-from kvjax.kernels.numba_calls import KINDS, float32s
+from kvjax.kernels.matmul.numba_cpu import by_some
+from kvjax.kernels.numba_calls import float32s
 from kvjax.kernels.numba_matrices import hold
 from kvjax.kernels.numba_vectors import WIDTH, row_dots
 
 MOST_ROWS = {"float32": 32, "bfloat16": 8, "int8": 8}
 """Rows up to which XLA takes longer, by the dtype of weights."""
-TOGETHER = 8
-"""Rows of activations that a row of the matrix is multiplied by at once, at most."""
 CHUNK = 64
 """Rows of the matrix in a chunk."""
 
@@ -36,15 +33,7 @@ def matmul(
     x: Float[Array, "T I"], weight: Num[Array, "O I"], dtype: DTypeLike
 ) -> Float[Array, "T O"]:
     """See `kvjax.kernels.matmul`; I is a multiple of `WIDTH`, O at least that."""
-    rows, columns = x.shape[0], weight.shape[0]
-    together = min(TOGETHER, 1 << (rows - 1).bit_length())
-    x = jnp.pad(x.astype(jnp.float32), ((0, -rows % together), (0, 0)))
-    call = jax.ffi.ffi_call(
-        _target(KINDS[weight.dtype.name], together),
-        jax.ShapeDtypeStruct((x.shape[0], columns), jnp.float32),
-        vmap_method="sequential",
-    )
-    return call(x, weight)[:rows].astype(dtype)
+    return by_some(_target, x, weight, 0, dtype)
 
 
 @calls.once
