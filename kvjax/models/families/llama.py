@@ -69,7 +69,7 @@ def matmul(x: Array, weight: Array, inputs: int = 1, scale: Array | None = None)
     return out.reshape(*x.shape[:-1], *weight.shape[inputs:])
 
 
-def by_xla(x: Array, weight: Array, axis: int) -> bool:
+def _by_xla(x: Array, weight: Array, axis: int) -> bool:
     """Whether XLA multiplies by a matrix."""
     return kernels.matmul.choice(x, weight, axis=axis).name == "xla"
 
@@ -79,7 +79,7 @@ def _by_head(hidden: Array, head: Array, axis: int) -> Array:
     rows = hidden.reshape(-1, hidden.shape[-1])
     count = len(rows)
     one_of_few_bits = count == 1 and rows.dtype == jnp.bfloat16
-    if one_of_few_bits and device.of().platform == "cpu" and by_xla(rows, head, axis):
+    if one_of_few_bits and device.of().platform == "cpu" and _by_xla(rows, head, axis):
         # XLA for CPUs takes ten times as long for one row of bfloat16 as for two.
         rows = jnp.pad(rows, ((0, 1), (0, 0)))
     out = kernels.matmul(rows, head, axis=axis, dtype=jnp.float32)
