@@ -18,7 +18,7 @@ An entry:
     new = "active = ok"
     tests = ["tests/engine/test_decode_loops.py"]  # files or node ids; the fewest and fastest
     # equivalent = "why no test can tell"    # only for mutants that nothing distinguishes
-    # needs = "amx"                          # left out where the processor has none
+    # needs = "amx"                          # or "chromium": left out where there is none
 
 The tests run in copies of the tree in a temporary folder, so the tree itself may be edited
 meanwhile, and in forks of a process that has imported third-party packages (forks.py; --fresh
@@ -129,8 +129,8 @@ def read_mutants(root: Path) -> list[Mutant]:
                 raise UserError(f"{where}: a name is words of a-z and 0-9 joined by -")
             if entry["old"] == entry["new"] or entry.get("equivalent") == "":
                 raise UserError(f"{where}: old and new are the same, or equivalent gives no reason")
-            if entry.get("needs", "amx") != "amx":
-                raise UserError(f"{where}: it needs {entry['needs']}: give amx")
+            if (needs := entry.get("needs")) is not None and needs not in PRESENT:
+                raise UserError(f"{where}: it needs {needs}: give {' or '.join(PRESENT)}")
             mutant = Mutant(path.stem, **{**entry, "tests": tuple(tests)})
             if mutant.name in mutants:
                 raise UserError(f"{where}: {mutants[mutant.name].title} has that name")
@@ -167,6 +167,15 @@ def has_amx() -> bool:
     from kvjax.kernels import numba_tiles
 
     return numba_tiles.available()
+
+
+def has_chromium() -> bool:
+    """Whether the browser that the page's tests drive is on PATH (tests/serve/test_page.py)."""
+    return any(shutil.which(name) for name in ("chromium", "chromium-browser"))
+
+
+PRESENT = {"amx": has_amx, "chromium": has_chromium}
+"""What a mutant's tests may need, without which they are skipped: whether it is there."""
 
 
 def slice_of(mutants: Sequence[Mutant], part: str) -> list[Mutant]:
@@ -474,7 +483,8 @@ def main(arguments: list[str] | None = None) -> int:
     mutants = [m for m in mutants if not options.area or m.area in options.area]
     if options.only:
         mutants = [m for m in mutants if any(fnmatch.fnmatch(m.name, p) for p in options.only)]
-    mutants = [m for m in slice_of(mutants, options.slice) if m.needs is None or has_amx()]
+    mutants = slice_of(mutants, options.slice)
+    mutants = [m for m in mutants if m.needs is None or PRESENT[m.needs]()]
     if options.list:
         for mutant in mutants:
             print(f"{mutant.title}  {mutant.file}  {' '.join(mutant.tests)}")
