@@ -292,7 +292,8 @@ def warm_up_lengths(options: argparse.Namespace, max_len: int) -> list[int]:
         raise UserError(
             f"--warm-up {shown(options.warm_up)}: give lengths as in 128,1024"
         ) from error
-    return [check_whole("--warm-up", n, 1, max_len) for n in lengths if n != 0]
+    # A prompt leaves room for a token.
+    return [check_whole("--warm-up", n, 1, max(1, max_len - 1)) for n in lengths if n != 0]
 
 
 def key_words(options: argparse.Namespace) -> str:

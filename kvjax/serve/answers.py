@@ -295,9 +295,14 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [self._text(entry.token)[0] for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            # Of tokens that read alike the likeliest is told: keys are texts here.
+            # The one that was drawn is always told. Of tokens that read alike the likeliest is:
+            # keys are texts here.
             "top_logprobs": [
-                {self._text(t)[0]: _finite(x) for t, x in reversed(entry.top)} for entry in entries
+                {
+                    self._text(t)[0]: _finite(x)
+                    for t, x in ((entry.token, entry.logprob), *reversed(entry.top))
+                }
+                for entry in entries
             ],
             "text_offset": offsets,
         }

@@ -187,11 +187,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         found = await service.in_thread(source, prompts)
         max_len, settings = service.llm.llm.max_len, service.settings
         tokens = min(max_tokens_of(body, len(prompt), max_len, settings) for prompt in found)
-        most = settings.max_choices // len(found)
-        if most < 1:
-            raise ApiError(400, f"prompt has {len(found)} prompts: give at most "
-                           f"{settings.max_choices}", param="prompt")  # fmt: skip
-        samplings = samplings_of(body, tokens, most)
+        samplings = samplings_of(body, tokens, settings.max_choices // len(found))
         detail = body.kvjax is not None and body.kvjax.detail
         deadline, shortens = deadline_of(body.kvjax, settings), asked_tokens(body)[1] is None
         job = Job(found, samplings, compression, deadline, detail, source, shortens)
@@ -232,7 +228,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         def prompts() -> list[Tokens]:
-            return prompts_of(body, service.tokenizer)
+            return prompts_of(body, service.tokenizer, service.settings.max_choices)
 
         answer = CompletionAnswer(service.name, service.tokenizer, body.ignore_eos)
         return await generate(request, body, answer, prompts)

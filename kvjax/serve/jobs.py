@@ -75,7 +75,11 @@ def _turn(number: int, message: Message) -> dict[str, Any]:
     Raises:
         ApiError: its calls have another form.
     """
-    turn = message.model_dump(exclude_unset=True)
+    # Templates ask whether a field is there: one that is null, or lists no calls, is not.
+    given = message.model_dump(exclude_unset=True)
+    turn = {name: x for name, x in given.items() if x is not None}
+    if turn.get("tool_calls") == []:
+        del turn["tool_calls"]
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
@@ -130,8 +134,7 @@ def check_offered(body: Request) -> None:
         asked["suffix"] = bool(body.suffix)
         asked["best_of"] = body.best_of not in (None, 1, body.n)
     if isinstance(body, ChatRequest):
-        kind = (body.response_format or {}).get("type", "text")
-        asked["response_format"] = kind != "text"
+        asked["response_format"] = (body.response_format or {"type": "text"}).get("type") != "text"
         asked["modalities"] = body.modalities not in (None, ["text"])
         asked["tool_choice"] = body.tool_choice not in (None, "auto", "none")
         asked["reasoning_effort"] = body.reasoning_effort not in (None, "none")
@@ -288,8 +291,12 @@ def deadline_of(extras: Extras | None, settings: ServerSettings) -> float | None
     return min(given) if given else None
 
 
-def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[Tokens]:
-    """The prompts of a completion request, as tokens."""
+def prompts_of(body: CompletionRequest, tokenizer: Tokenizer, most: int) -> list[Tokens]:
+    """The prompts of a completion request, as tokens.
+
+    Raises:
+        ApiError: they are more than `most`, or one is empty.
+    """
     prompt = body.prompt
     if isinstance(prompt, str):
         texts: list[Any] = [prompt]
@@ -297,6 +304,9 @@ def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[Tokens]:
         texts = [prompt]
     else:
         texts = list(prompt)
+    # Before any becomes tokens: a body may have a million.
+    if len(texts) > most:
+        raise ApiError(400, f"prompt has {len(texts)} prompts: give at most {most}", param="prompt")
     found = [
         tokenizer.encode(text, add_bos=tokenizer.adds_bos) if isinstance(text, str) else list(text)
         for text in texts

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST_MESSAGES = 4096
+MOST_PARTS = 4096
+"""Of a message's content."""
 MOST_STOPS = 64
 
 T = TypeVar("T")
@@ -115,7 +117,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     role: str
-    content: str | Listed[TextPart] | None = None
+    content: str | Annotated[Listed[TextPart], Field(max_length=MOST_PARTS)] | None = None
 
 
 class ChatRequest(Request):

@@ -15,10 +15,11 @@ from typing import Any
 from kvjax.cache import CompressionConfig
 from kvjax.cache.config import USUAL_RATE
 from kvjax.cache.methods import METHODS
-from kvjax.engine import AsyncLLM, AsyncOutputs, RateWarning, RequestOutput
+from kvjax.engine import AsyncLLM, AsyncOutputs, RateWarning, RequestOutput, warming
 from kvjax.errors import QueueFull, UserError
 from kvjax.serve.errors import ApiError
 from kvjax.serve.jobs import Job, named
+from kvjax.serve.logs import log
 from kvjax.serve.metrics import ServerMetrics
 from kvjax.serve.settings import ServerSettings
 
@@ -100,15 +101,29 @@ class Service:
         }
 
     async def warm_up(self, prompt_lens: Sequence[int], logprobs: bool = False) -> None:
-        """Compile what prompts of these lengths need, by every method; then the server is ready."""
+        """Compile what prompts of these lengths need, by every method that can be asked for them;
+        then the server is ready."""
         usual = self.llm.llm.compression
         for method in self.methods:
             rate = usual.rate or USUAL_RATE
             asked = CompressionConfig(method=method, rate=rate, floor=usual.floor)
-            await self.llm.warm_up(prompt_lens, False, asked if method != usual.method else None)
-            if logprobs:
-                await self.llm.warm_up(prompt_lens, True, asked)
+            plain = asked if method != usual.method else usual
+            rounds = [(False, plain), (True, asked)] if logprobs else [(False, plain)]
+            for with_logprobs, settings in rounds:
+                served = [n for n in prompt_lens if self._serves(n, settings)]
+                await self.llm.warm_up(served, with_logprobs, settings)
         self.ready = True
+
+    def _serves(self, prompt_len: int, compression: CompressionConfig) -> bool:
+        """Whether the engine can serve a prompt of this length, with what is told where it cannot:
+        a pool that is there for compressed caches need not hold a whole one."""
+        try:
+            warming.like(self.llm.llm, [prompt_len], False, compression)
+        except UserError as error:
+            told = {"method": str(compression.method), "prompt_len": prompt_len, "why": str(error)}
+            log.info("not warmed up for", extra={"fields": told})
+            return False
+        return True
 
     async def drain(self, seconds: float) -> int:
         """Take no more requests and let those that run end; after `seconds` they are aborted.

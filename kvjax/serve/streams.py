@@ -101,7 +101,7 @@ async def events(
     try:
         for number in range(choices):
             if (first := answer.first(number)) is not None:
-                yield _event(first)
+                yield _event({**first, **usage_so_far})
         async with contextlib.aclosing(running.each(service.settings.keep_alive_seconds)) as parts:
             async for number, output in parts:
                 if number < 0:

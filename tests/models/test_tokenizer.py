@@ -3,6 +3,8 @@
 import gzip
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -235,3 +237,25 @@ def test_byte_tokenizer():
     assert tokenizer.encode("é!", add_bos=True) == [0xC3, 0xA9, 0x21]
     assert tokenizer.decode([0xC3, 0xA9, 0x21, 300]) == "é!\ufffd"
     assert tokenizer.chat([{"role": "user", "content": "Hi"}]) == [0x48, 0x69]
+
+
+def test_other_threads_go_on_while_a_long_text_becomes_tokens(official):
+    tokenizer, ended, turns = Tokenizer.from_path(official / "smollm2"), threading.Event(), []
+
+    def others() -> None:
+        while not ended.is_set():
+            turns.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        begun = time.perf_counter()
+        tokenizer.encode("hello wor" * 100_000)
+        took = time.perf_counter() - begun
+    finally:
+        ended.set()
+        thread.join()
+    within = [turn for turn in turns if begun < turn < begun + took]
+    longest = max(b - a for a, b in zip([begun, *within], [*within, begun + took]))
+    assert longest < 0.5 * took

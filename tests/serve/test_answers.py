@@ -121,7 +121,7 @@ def test_a_stream_is_the_answer_in_parts(client):
     assert usage["choices"] == []
     assert usage["usage"] == whole["usage"]
     assert usage["kvjax"] == whole["kvjax"]
-    assert all(event["usage"] is None for event in events[1:])
+    assert all(event["usage"] is None for event in events)
     assert len({event["id"] for event in events}) == 1
     assert all(event["object"] == "chat.completion.chunk" for event in events)
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -338,3 +338,24 @@ def test_a_next_turn_goes_on_from_what_is_left_of_the_first(serve):
         # Without a word in common nothing is shared.
         other = chat(client, max_tokens=2, messages=[more])
         assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_the_drawn_token_is_told_beside_the_likeliest(client):
+    body = {"prompt": "abc", "temperature": 3.0, "seed": 1, "max_tokens": 24, "ignore_eos": True}
+    for wanted in (0, 1):
+        found = complete(client, **body, logprobs=wanted)["choices"][0]["logprobs"]
+        rows = list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"]))
+        assert all(token in top for token, _, top in rows)
+        assert max(len(top) for *_, top in rows) == wanted + 1
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": None}, {"tool_calls": []}])
+def test_fields_of_a_turn_that_are_null_are_not_there(calls):
+    """As `model_dump` of the package's messages has them; Llama 3.1's template asks like this."""
+    given = {"role": "assistant", "content": "b", "refusal": None, "function_call": None, **calls}
+    template = (
+        "{% if 'tool_calls' in messages[0] %}{% if not messages[0].tool_calls | length == 1 %}"
+        "{{ raise_exception('single tool-calls') }}{% endif %}{% endif %}{{ messages[0] | tojson }}"
+    )
+    tokens = render(chat_tokenizer(template), [Message.model_validate(given)], None)
+    assert bytes(tokens) == b'{"role": "assistant", "content": "b"}'

@@ -196,3 +196,22 @@ def test_what_was_warmed_up_is_shown(serve):
         warm = server.llm.warm_up([16])
         asyncio.run_coroutine_threadsafe(warm, server._loop).result(300)
         assert server.metric("compiled_steps") >= 4
+
+
+def test_what_cannot_be_served_is_not_warmed_up_and_all_else_is(serve, caplog):
+    """A pool for compressed caches holds no whole one of a long prompt."""
+    usual = CompressionConfig(method="kv-compress", rate=8, floor=8, window=4)
+    sizes = {**ONE, "pool_tokens": 160, "prefill_scratch": 512}
+    with serve(usual, methods=("streaming-llm",), **sizes) as server, server.client() as client:
+        warm = server.service.warm_up([16, 400])
+        asyncio.run_coroutine_threadsafe(warm, server._loop).result(300)
+        steps = server.metric("compiled_steps")
+        for method in ("kv-compress", "full", "streaming-llm"):
+            for length in (16, 400):
+                if (method, length) == ("full", 400):
+                    continue
+                body = {"prompt": "a" * length, "max_tokens": 2, "compression": {"method": method}}
+                assert client.post(COMPLETE, json=body).status_code == 200
+        assert server.metric("compiled_steps") == steps
+    (told,) = [r.fields for r in caplog.records if r.message == "not warmed up for"]
+    assert (told["method"], told["prompt_len"]) == ("full", 400)

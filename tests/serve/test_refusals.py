@@ -12,7 +12,7 @@ import pytest
 from kvjax.cache import CompressionConfig
 from kvjax.errors import UserError
 from kvjax.models.chat import ChatTemplate
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
 from kvjax.serve import ServerSettings, bind
 from tests.serve.conftest import ONE, chat_tokenizer, events_of
 
@@ -94,6 +94,8 @@ def refused(response: httpx.Response, status: int) -> dict:
         (CHAT, {"messages": [{"content": "x"}]}, "messages", "missing"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages", "text"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]},
+         "messages", "4096"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "5"),
         (CHAT, {"messages": [{"role": "usr", "content": "a"}]}, "messages",
          "messages[0].role 'usr': give system, developer, user, "),
@@ -114,6 +116,7 @@ def refused(response: httpx.Response, status: int) -> dict:
         ("/tokenize", called_with("5"), "messages", "'5'"),
         (CHAT, {**TURN, "top_logprobs": 3}, "top_logprobs", "logprobs=true"),
         (CHAT, {**TURN, "response_format": {"type": "json_object"}}, "response_format", "offer"),
+        (CHAT, {**TURN, "response_format": {"json_schema": {}}}, "response_format", "offer"),
         (CHAT, {**TURN, "tool_choice": "required"}, "tool_choice", "offer"),
         (CHAT, {**TURN, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "own"),
         *((CHAT, {**TURN, "chat_template_kwargs": {name: 1}}, "chat_template_kwargs", repr(name))
@@ -381,3 +384,10 @@ def test_a_taken_port_is_named():
         bind("no.such.host.invalid", 80)
     with bind("127.0.0.1", port) as again:
         assert again.type == socket.SOCK_STREAM
+
+
+def test_too_many_prompts_are_refused_before_they_are_tokens(client, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenised"))
+    error = refused(client.post(COMPLETE, json={"prompt": ["a"] * 1000}), 400)
+    assert error["param"] == "prompt"
+    assert error["message"] == "prompt has 1000 prompts: give at most 64"
