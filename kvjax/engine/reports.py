@@ -168,6 +168,9 @@ class Reports:
             log_probs = jax.tree.map(lambda x: x[None], report.log_probs)
         if request.note_tokens(np.asarray([report.token]), log_probs, 0):
             self.outbox.note(request)
+        if not report.active:
+            # Its decode steps may tell so much later, or never where it is preempted before.
+            self.stopped(request)
 
     def _decoded(self, requests: Sequence[Request], report: DecodeReport) -> bool:
         """What decode steps did to some requests. Returns whether any has new tokens."""

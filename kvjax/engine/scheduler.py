@@ -255,8 +255,10 @@ class Scheduler:
     def fits(self, request: Request) -> bool:
         """Whether a request can begin, or go on to its slot, beside those that run."""
         # With nobody else there is nothing to wait for. Else a little stays free, lest the newest
-        # be let in and preempted in turns.
-        return self.accounts.have(self._needed(request)) or not self.running
+        # be let in and preempted in turns; and all of it while decode steps find too few, which may
+        # need more than their growth: copies of blocks that they share.
+        room = not self._short and self.accounts.have(self._needed(request))
+        return room or not self.running
 
     def _needed(self, request: Request) -> int:
         """Blocks that must be free before a request begins, or goes on to its slot."""
@@ -322,7 +324,7 @@ class Scheduler:
                     if not self._chunk_fitted:
                         yield from self._make_room(progress=False)
                         return
-                elif not self.fits(request):
+                elif not (job.in_pool or self.fits(request)):
                     return
                 through = request.finish_reason is None and not job.next_chunk
                 if through and job.retains and (job.in_pool or self.fits(request)):

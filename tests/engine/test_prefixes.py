@@ -24,7 +24,16 @@ from kvjax.models import LoadedModel
 from kvjax.models.decoder import init_params
 from tests.cache.free import free_of
 from tests.engine.conftest import TINY
-from tests.engine.serving import FULL, assert_empty, drain, greedy, make_llm, prompts_of, tokens_of
+from tests.engine.serving import (
+    FULL,
+    HEADS,
+    assert_empty,
+    drain,
+    greedy,
+    make_llm,
+    prompts_of,
+    tokens_of,
+)
 
 GRAIN = 16
 SHARED = {"share_prefix": "auto", "share_grain": GRAIN, "retained_prefixes": 3}
@@ -204,6 +213,22 @@ def test_a_prompt_does_not_wait_for_what_is_retained(tiny_params):
     assert second.stats.first_token is not None
     assert first.stats.finished is not None
     assert second.stats.first_token < first.stats.finished
+    undo()
+    forget(llm)
+
+
+def test_what_lies_in_its_slot_needs_no_room_a_second_time(tiny_params):
+    """A prompt that is retained whole is in its slot then: it decodes, whoever runs beside it."""
+    other, document = prompts_of(70, 33)
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    undo = tighten(llm, (19 + 9 + 5) * HEADS)
+    first = llm.add_request(other, greedy(40))
+    while not llm.scheduler.running:
+        llm.step()
+    second = llm.enqueue(document, greedy(3), shared=len(document)).id
+    last = drain(llm)
+    assert last[second].stats.first_token < last[first].stats.finished
+    assert last[second].stats.preemptions == last[first].stats.preemptions == 0
     undo()
     forget(llm)
 

@@ -387,3 +387,20 @@ def test_shards_with_more_heads_take_more_of_a_sequence():
     accounts.give_back(0, np.array([2, 1]))
     assert accounts.owned[0].tolist() == [1, 8]
     assert accounts.free.tolist() == [11, 4]
+
+
+def test_nobody_is_let_in_while_decode_steps_find_too_few_blocks():
+    """These may lack copies of shared blocks, which no growth counts: whoever came would be the
+    newest, and be preempted in the same round, again and again."""
+    device = Device(20 * HEADS)
+    first, second = request_of(0, 8, max_tokens=20), request_of(1, 4, max_tokens=2)
+    device.scheduler.add(first)
+    device.round()
+    device.scheduler._short = (None,)
+    device.scheduler.add(second)
+    assert not device.scheduler.fits(second)
+    assert not any(isinstance(decision, Begin) for decision in device.round())
+    # The steps have found room this time.
+    assert device.scheduler.fits(second)
+    device.rounds()
+    assert [r.finish_reason for r in device.ended] == ["length", "length"]

@@ -302,3 +302,24 @@ def test_a_pool_of_all_that_is_left_fits(tiny_params, monkeypatch, share):
     plan = plan_memory(model, sizes, 4096, "float32")
     assert plan.num_blocks < sizes.num_rows * HEADS * 4096 // 16
     assert plan.limit - plan.spec.block_bytes - 8 < plan.total <= plan.limit
+
+
+def test_a_first_token_that_is_the_last_one_ends_its_request(tiny_params, monkeypatch):
+    """Also where its rule decodes nothing in that round: it might be preempted before, come back and
+    go on."""
+    llm = make_llm(tiny_params)
+    other, last = prompts_of(20, 9)
+    llm.add_request(other, greedy(30))
+    while not llm.scheduler.running:
+        llm.step()
+    (first,) = llm.scheduler.running
+    monkeypatch.setattr(llm.scheduler, "_by_rule", lambda: {None: [first]})
+    name = llm.add_request(last, greedy(1))
+    request, last = llm.engine.intake.open[name][0], {}
+    while not request.tokens:
+        last |= {output.request_id: output for output in llm.step()}
+    assert request.finish_reason == "length"
+    monkeypatch.undo()
+    last |= drain(llm)
+    assert len(last[name].token_ids) == 1
+    assert_empty(llm)
