@@ -18,6 +18,7 @@ from tests.cache.stand_in import MODEL, QUICKLY, B, H, L, R, drawn, empty, stand
 from tests.oracle.attention import attend
 from tests.oracle.audit import audit
 from tests.oracle.representatives import redundancy
+from tests.oracle.scores import again
 
 PARAMS = drawn(4)
 PARAMS["q"] *= 2
@@ -106,7 +107,7 @@ def test_lazyeviction_notes_last_hits_and_longest_intervals():
     cache, after = run(LAZY)
     end, least = LENGTH + STEPS, 0.02
     for at, given in attention().items():
-        last, longest = np.arange(end), np.zeros(end, int)
+        last, longest = np.arange(end) - 1, np.zeros(end, int)
         for t, p in enumerate(given):
             hit = (p > least).any(axis=0) if t < LENGTH else p.sum(axis=0) > least
             for j in np.flatnonzero(hit):
@@ -115,8 +116,7 @@ def test_lazyeviction_notes_last_hits_and_longest_intervals():
         got = {name: numbers(cache, name, at) for name in ("last", "longest")}
         assert [int(got["last"][j][0]) for j in range(end)] == last.tolist(), at
         assert [int(got["longest"][j][0]) for j in range(end)] == longest.tolist(), at
-        interval = np.maximum(longest, 1)
-        rank = 2 / (1 + np.exp((end - 1 - last) / interval)) + 2 / (1 + np.exp(1 / interval))
+        rank = np.array([again(end - 1 - int(x), int(n)) for x, n in zip(last, longest)])
         goes_by(rank, got["last"], numbers(after, "last", at), at)
 
 

@@ -66,10 +66,11 @@ class Checkpoint:
     def said(self) -> list[int]:
         return said_behind(self.hf, self.weights, PROMPT, DRAFTED)
 
-    def read_by(self, behind) -> np.ndarray:
-        """What is read of the prompt by tokens behind it."""
+    def read_by(self, behind, *, itself: bool = True) -> np.ndarray:
+        """What is read of the prompt by tokens behind it, which see themselves or not."""
         tokens = np.concatenate([PROMPT, behind])
-        return most_read(self.hf, self.weights, tokens, range(LENGTH, len(tokens)), LENGTH)
+        queries = range(LENGTH, len(tokens))
+        return most_read(self.hf, self.weights, tokens, queries, LENGTH, itself=itself)
 
     @property
     def table(self) -> np.ndarray:
@@ -294,7 +295,7 @@ def test_epicache_keeps_what_the_last_topics_medoid_reads(tiny, method):
     keeps_of = functools.partial(
         keeps_cheapest_by_layer, protected=1, sinks=4, layers_of=similar(alike)
     )
-    check_kept(llm, tiny.read_by(probe), keeps_of)
+    check_kept(llm, tiny.read_by(probe, itself=False), keeps_of)
     kept = llm.worker.cache.context_len[0].sum(axis=1)
     assert kept[0] > 2 * kept[1]
     assert llm.metrics.as_dict()["kvjax_probe_tokens_total"] == len(probe)
@@ -303,7 +304,7 @@ def test_epicache_keeps_what_the_last_topics_medoid_reads(tiny, method):
 def test_evaluation_probes_with_the_last_topics_medoid(tiny, dense):
     evaluator = Evaluator(tiny.model, EvaluatorConfig(block_size=B))
     scores, seconds = evaluator.probing.scores(evaluator._timed, EPICACHE, dense, PROMPT)
-    want = tiny.read_by(medoid_segment(tiny.table, PROMPT, 4, 2))
+    want = tiny.read_by(medoid_segment(tiny.table, PROMPT, 4, 2), itself=False)
     np.testing.assert_allclose(scores.metric[..., :LENGTH], want, rtol=1e-3, atol=1e-6)
     assert seconds > 0
 

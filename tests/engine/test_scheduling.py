@@ -305,8 +305,8 @@ def test_a_pool_of_all_that_is_left_fits(tiny_params, monkeypatch, share):
 
 
 def test_a_first_token_that_is_the_last_one_ends_its_request(tiny_params, monkeypatch):
-    """Also where its rule decodes nothing in that round: it might be preempted before, come back and
-    go on."""
+    """Also where its rule decodes nothing in that round: it might be preempted before, come back
+    and go on."""
     llm = make_llm(tiny_params)
     other, last = prompts_of(20, 9)
     llm.add_request(other, greedy(30))

@@ -34,9 +34,11 @@ def most_read(
     tokens: np.ndarray,
     queries: Iterable[int],
     before: int,
+    *,
+    itself: bool = True,
 ) -> np.ndarray:
     """The largest share [L, H, before] that any of some queries of a text, of any query head of a
-    group, has for each of its first keys."""
+    group, has for each of its first keys: of all keys before it, or of these first ones."""
     _, projected = transformer.forward(hf, weights, tokens, np.arange(len(tokens)))
     heads, kv, d = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
     most = np.zeros((len(projected), kv, before))
@@ -44,7 +46,8 @@ def most_read(
         for i in queries:
             for head in range(heads):
                 g = head // (heads // kv)
-                share = softmax(k[: i + 1, g].astype(np.float64) @ q[i, head] / math.sqrt(d))
+                keys = k[: i + 1 if itself else before, g].astype(np.float64)
+                share = softmax(keys @ q[i, head] / math.sqrt(d))
                 most[layer, g] = np.maximum(most[layer, g], share[:before])
     return most
 

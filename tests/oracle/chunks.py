@@ -26,6 +26,7 @@ from tests.oracle.question_free import (
     unlike_the_mean,
 )
 from tests.oracle.scores import (
+    again,
     global_local_row,
     local_window,
     policy_row,
@@ -203,13 +204,11 @@ def hit_again(c: Chunk, name: Name, x: Held) -> np.ndarray:
     """LazyEviction, from the chunk's queries alone."""
     result = []
     for j, at in enumerate(x.at):
-        ts, mri = int(at), 0
+        ts, mri = int(at) - 1, 0
         for i in range(c.length):
             if x.p[:, i, j].max() > 1e-4:
                 ts, mri = c.start + i, max(mri, c.start + i - ts)
-        mri = max(mri, 1)
-        old = 2 / (1 + math.exp((c.end - 1 - ts) / mri))
-        result.append(old + 2 / (1 + math.exp(1 / mri)))
+        result.append(again(c.end - 1 - ts, mri))
     return np.array(result)
 
 

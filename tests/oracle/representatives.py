@@ -57,7 +57,7 @@ def crush(
         result = {}
         for head, (order, gone, spare) in enumerate(parts):
             candidates = set(order[: gone + spare])
-            anchors = anchor_bits(anchor, unit, bits, candidates)
+            anchors = anchor_bits(anchor, unit, bits, evictable if openvino else candidates)
             pages: dict[int, list[int]] = {}
             for t in sorted(candidates):
                 pages.setdefault(t // unit, []).append(t)
@@ -75,15 +75,15 @@ def crush(
     return choose
 
 
-def anchor_bits(kind: str, unit: int, bits: list[dict[int, bool]], candidates: set[int]):
-    """[unit][number of rows]."""
+def anchor_bits(kind: str, unit: int, bits: list[dict[int, bool]], averaged: set[int]):
+    """[unit][number of rows]; a mean is that of some tokens."""
     if kind == "random":
         return np.random.default_rng(0).integers(0, 2, (unit, len(bits))).astype(bool)
     if kind == "alternating":
         return (np.arange(unit * len(bits)) % 2).reshape(unit, len(bits)).astype(bool)
     anchors = np.full((unit, len(bits)), kind == "ones")
     for offset in range(unit if kind == "mean" else 0):
-        here = [t for t in candidates if t % unit == offset]
+        here = [t for t in averaged if t % unit == offset]
         for g, row in enumerate(bits):
             anchors[offset, g] = 2 * sum(row[t] for t in here) > len(here)
     return anchors

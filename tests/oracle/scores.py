@@ -224,14 +224,22 @@ def hit_again(p: Prompt) -> Scores:
     for layer, head in p.names:
         row = np.zeros(p.length)
         for j in range(p.length):
-            ts, mri = j, 0
+            ts, mri = j - 1, 0
             for i in range(j, p.length):
                 if max(p.attention[layer][g][i, j] for g in p.of_group(head)) > 1e-4:
                     ts, mri = i, max(mri, i - ts)
-            mri = max(mri, 1)
-            row[j] = 2 / (1 + math.exp((p.length - 1 - ts) / mri)) + 2 / (1 + math.exp(1 / mri))
+            row[j] = again(p.length - 1 - ts, mri)
         result[layer, head] = row
     return result
+
+
+def again(since: int, mri: int) -> float:
+    """log(σ(−1 − since / MRI) + σ(1 − MRI)), the second 0 without an interval, from e^−x alone."""
+    lately = 1 + since / (mri + 1e-5)
+    terms = [-lately - math.log1p(math.exp(-lately))]
+    if mri:
+        terms.append(1 - mri - math.log1p(math.exp(1 - mri)))
+    return max(terms) + math.log(sum(math.exp(x - max(terms)) for x in terms))
 
 
 def forgetting(alpha: float) -> Callable[[Prompt], Scores]:

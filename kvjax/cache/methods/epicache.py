@@ -2,7 +2,8 @@
 
 The prompt is cut into segments, which are embedded and sorted into 4 episodes by k-means. Of one
 episode the segment next to its centroid, its medoid, runs once more behind the prompt; a KV counts
-the largest attention that one of its queries pays to it, over the query heads of its group. Layers
+the largest attention that one of its queries pays to it, over the query heads of its group; the
+softmax is over the prompt's keys alone, as in the authors' code. Layers
 keep in proportion to (1 − s)^1.1, where s is how alike the layer's keys are with full attention and
 when attention sees blocks of the text alone, 0 for the layer least alike and 1 for the one most so;
 a quarter of the mean at least. In a layer the best KVs of all heads stay.
@@ -53,6 +54,7 @@ class Episode(Probed):
         super().__post_init__()
         check_wholes(self, 1, 2**12, "segment", "episodes")
 
+    sees_itself: ClassVar[bool] = False
     across_heads: ClassVar[bool] = True
 
     def probes(self, prompt: np.ndarray, at_hand: AtHand) -> list[Probe]:
@@ -101,6 +103,7 @@ class Medoid(Probed):
     prompt: int = 0
     """Tokens of the prompt whose episode it is."""
 
+    sees_itself: ClassVar[bool] = False
     across_heads: ClassVar[bool] = True
 
     @property

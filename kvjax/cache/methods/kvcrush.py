@@ -73,7 +73,9 @@ class SpreadOverBits(Representatives):
         budget: Int32[Array, " H"],
     ) -> Bool[Array, "H T"]:
         bits = self._bits(of, dropped)
-        distance = jax.vmap(lambda *x: _distances(self, *x))(bits, candidate, of.position)
+        # OpenVINO's mean is that of all pages that compete, also of those that stay.
+        averaged = jnp.isfinite(of.single) if self.mode == "openvino" else candidate
+        distance = jax.vmap(lambda *x: _distances(self, *x))(bits, candidate, averaged, of.position)
         return jax.vmap(lambda *x: _one_per_bin(self, *x))(
             distance, candidate, of.position, budget // self.compared
         )
@@ -137,14 +139,16 @@ def _distances(
     chosen: SpreadOverBits,
     bits: Bool[Array, "G T"],
     candidate: Bool[Array, " T"],
+    averaged: Bool[Array, " T"],
     position: Int32[Array, " T"],
 ) -> Float[Array, " T"]:
-    """Hamming distance of each candidate's bits, or of its page's, from the anchor."""
+    """Hamming distance of each candidate's bits, or of its page's, from the anchor, which may be
+    the mean of some."""
     num_bits, unit = bits.shape[0], chosen.compared
     offset = jnp.maximum(position, 0) % unit
     if chosen.anchor == "mean":
-        total = jax.ops.segment_sum((bits & candidate).T.astype(jnp.int32), offset, unit)
-        size = jax.ops.segment_sum(candidate.astype(jnp.int32), offset, unit)
+        total = jax.ops.segment_sum((bits & averaged).T.astype(jnp.int32), offset, unit)
+        size = jax.ops.segment_sum(averaged.astype(jnp.int32), offset, unit)
         anchor = 2 * total > size[:, None]
     else:
         anchor = {

@@ -1,11 +1,16 @@
 """LazyEviction (Zhang et al. 2025): KVs whose last hit is old, measured by how far hits lie apart.
 
 A hit is an attention above 10⁻⁴. With t the present, TS the last hit and MRI the longest interval
-between two hits, KVs are ranked by 2σ(−(t − TS) / MRI) + 2σ(−1 / MRI); the newest 175 stay, about
-the 80th percentile of the intervals. That the two terms are added, and the size kept, are not
-confirmed; a KV without a hit counts as hit at its own position, intervals as at least 1. Decode
-steps go on noting hits, those of the summed attention of a group, which is all that a step tells.
-Of a prompt that runs in parts the hits of the last part's queries are known alone.
+between two hits, KVs are ranked by 2σ(−1 − (t − TS) / MRI) + 2σ(1 − MRI): what was hit lately for
+its interval stays, and what is hit often. The second term is 0 and the first next to nothing where
+MRI is 0, which is without a hit: a KV counts as hit one token before its own position, so that its
+own token's query makes an interval of 1. The newest 175 stay, about the 80th percentile of the
+intervals, as in the authors' runs on MATH. This is the authors' code, where a group's query heads
+have a cache each, hits are noted from the first decode step on, and KVs go every 175 steps.
+
+Metrics are logarithms, so that small sums are not all 0. Decode steps go on noting hits, those of
+the summed attention of a group, which is all that a step tells. Of a prompt that runs in parts the
+hits of the last part's queries are known alone.
 """
 
 import dataclasses
@@ -49,7 +54,7 @@ class NoteHits(DecodeRule):
     )
 
     def after(self, planes: Planes, step: StepView, artefacts: Artefacts) -> Planes:
-        newest = jnp.broadcast_to(step.position[:, None, None], (*step.k.shape[:2], 1))
+        newest = jnp.broadcast_to(step.position[:, None, None] - 1, (*step.k.shape[:2], 1))
         last = write_newest(
             planes["last"], step.block_table, step.context_len, newest, step.touched
         )
@@ -120,9 +125,11 @@ class HitAgain(Scorer):
 def _again(
     last: Int32[Array, "*rows T"], longest: Int32[Array, "*rows T"], now: Int32[Array, "..."]
 ) -> Float[Array, "*rows T"]:
-    interval = jnp.maximum(longest, 1).astype(jnp.float32)
-    again = jax.nn.sigmoid((last - now).astype(jnp.float32) / interval)
-    return 2 * (again + jax.nn.sigmoid(-1 / interval))
+    interval = longest.astype(jnp.float32)
+    # The authors' 10⁻⁵: what was never hit has no interval.
+    lately = jax.nn.log_sigmoid(-1 - (now - last).astype(jnp.float32) / (interval + 1e-5))
+    often = jnp.where(longest > 0, jax.nn.log_sigmoid(1 - interval), -jnp.inf)
+    return jnp.logaddexp(lately, often)
 
 
 METHODS = (
@@ -133,6 +140,6 @@ METHODS = (
         allocator=ByLayer(),
         protected=175,
         query_aware=False,
-        evidence="R",
+        evidence="C",
     ),
 )

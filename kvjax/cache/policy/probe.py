@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -74,6 +75,9 @@ class Probed(Scorer):
         check_wholes(self, 0, INT32_MAX, "first")
 
     probed: ClassVar[bool] = True
+    sees_itself: ClassVar[bool] = True
+    """Whether a query's attention is what it pays to all keys before it, the chunk's among them;
+    otherwise what it would pay to the keys before the chunk alone."""
 
     def probes(self, prompt: np.ndarray, at_hand: AtHand) -> list[Probe]:
         """What runs behind a prompt, one after the other; of several the largest attention counts.
@@ -125,10 +129,16 @@ class Probed(Scorer):
         # Keys of the chunk itself are not what is scored.
         held = view.k.shape[0] - num_tokens
         keys = view.k[:held].astype(jnp.float32)
+        at = view.key_position[:, :held]
+        there = (at >= 0) & (at < view.start)
 
         def largest(i, most):
             logits = jnp.einsum("qhrd,phd->hrqp", q[i], keys) * d**-0.5
-            share = logits - log_sum[:, :, i, :, None] + bias[i][:, None]
+            together = log_sum[:, :, i, :, None]
+            if not self.sees_itself:
+                seen = jnp.where(there[:, None, None], logits, -1e30)
+                together = jax.nn.logsumexp(seen, axis=-1, keepdims=True)
+            share = logits - together + bias[i][:, None]
             return jnp.maximum(most, jnp.max(share, axis=2))
 
         none = jnp.full((*log_sum.shape[:2], held), -jnp.inf)
@@ -136,6 +146,5 @@ class Probed(Scorer):
         if (weight := self.key_factor(view, artefacts)) is not None:
             most = most + jnp.log(weight)
         metric = jnp.exp(jnp.max(most, axis=1))
-        at = view.key_position[:, :held]
-        metric = jnp.where((at >= 0) & (at < view.start), metric, 0.0)
+        metric = jnp.where(there, metric, 0.0)
         return Scores(jnp.pad(metric, ((0, 0), (0, num_tokens))))

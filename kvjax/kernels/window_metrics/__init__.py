@@ -141,7 +141,8 @@ def hit_intervals(
     """When each key was last hit, and the longest time between two hits.
 
     Source: LazyEviction. A query hits a key when one of its heads in the key's group gives it more
-    than `least` of its attention. The first interval counts from the key's own position.
+    than `least` of its attention. The first interval counts from one token before the key's own
+    position, so that a hit by its own token's query makes one of 1.
 
     Args:
         q: queries in ascending order, rotated at their positions.
@@ -153,7 +154,8 @@ def hit_intervals(
         query_block: queries handled at once (static).
 
     Returns:
-        Position of the last query that hit the key, and the longest interval (0 without a hit).
+        Position of the last query that hit the key (one before the key's own without a hit), and
+        the longest interval (0 without a hit).
 
     Raises:
         ValueError: an argument does not fit; names it, what it got and what is wanted.

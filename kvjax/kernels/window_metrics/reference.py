@@ -108,5 +108,5 @@ def hit_intervals(
         gap = jnp.where(hit, position[:, None] - until[:, :-1], 0)
         return (until[:, -1], jnp.maximum(longest, jnp.max(gap, axis=1))), None
 
-    state = (jnp.maximum(key_position, -1), jnp.zeros_like(key_position))
+    state = (jnp.maximum(key_position - 1, -1), jnp.zeros_like(key_position))
     return lax.scan(add_block, state, (q, query_position))[0]
