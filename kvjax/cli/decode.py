@@ -142,6 +142,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def read_prompt(options: argparse.Namespace) -> tuple[str, str | None]:
     """The text and the question."""
+    if options.no_chat and options.system:
+        raise UserError("--system is a part of a chat: leave it out, or leave out --no-chat")
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("--prompt and --prompt-file: give one of them")
     if options.prompt_file is not None:

@@ -67,8 +67,10 @@ def run(options: argparse.Namespace) -> int:
             f"recall-{protocol}": plot_recall(own, protocol, rate),
         }
         for task in dict.fromkeys(row["task"] for row in own if row["depth"] is not None):
-            name = task.replace("/", "-")
-            figures[f"needle-{name}-{protocol}"] = plot_needles(own, protocol, task)
+            name = f"needle-{task.replace('/', '-')}-{protocol}"
+            while name in figures:  # two tasks may come to one name
+                name += "-"
+            figures[name] = plot_needles(own, protocol, task)
         for name, figure in figures.items():
             if figure is not None:
                 path = options.out / f"{name}.{options.format}"

@@ -173,30 +173,42 @@ def check_rows(options: argparse.Namespace) -> None:
     Raises:
         UserError: no such task, no such file, or a number out of range.
     """
-    from kvjax.eval.rows import Skipped, read_prompts
     from kvjax.eval.tasks import expand_tasks, get_task
 
     if options.tasks is not None:
         for name in expand_tasks(split_list("tasks", options.tasks)):
             get_task(name)
         task_options(options)
-    for name in options.prompts:
-        read_prompts(Path(name), Skipped())
+    _prompt_rows(options)
+
+
+def _prompt_rows(options: argparse.Namespace) -> list[tuple[list[Any], list[str]]]:
+    """The rows of each prompt file, and why others are skipped; read once, as a pipe has nothing
+    to say the second time."""
+    from kvjax.eval.rows import Skipped, read_prompts
+
+    if not hasattr(options, "rows_of_prompts"):
+        found = []
+        for name in options.prompts:
+            skipped = Skipped()
+            found.append((read_prompts(Path(name), skipped), skipped.reasons))
+        options.rows_of_prompts = found
+    return options.rows_of_prompts
 
 
 def collect_rows(
     options: argparse.Namespace, tokenizer: Any, skipped: Any, **more: Any
 ) -> list[Any]:
     """The rows of all tasks and prompt files; `more` as of `task_options`."""
-    from kvjax.eval.rows import read_prompts
     from kvjax.eval.tasks import Context, make_rows
 
     rows = []
     if options.tasks is not None:
         context = Context(tokenizer, task_options(options, **more), skipped)
         rows += make_rows(split_list("tasks", options.tasks), context)
-    for name in options.prompts:
-        rows += read_prompts(Path(name), skipped)
+    for found, reasons in _prompt_rows(options):
+        rows += found
+        skipped.reasons += reasons
     return rows
 
 
@@ -208,6 +220,8 @@ def table_beside(options: argparse.Namespace) -> Path:
             that was not named is somebody else's.
     """
     check_output_file("--out", options.out)
+    if options.out.exists() and not options.out.is_file():
+        raise UserError(f"--out {shown(str(options.out))}: give a file, which results are read from")
     table = options.table or options.out.with_suffix(".md")
     check_output_file("--table", table)
     check_apart("--out", options.out, "the Markdown page (--table)", table)

@@ -43,8 +43,8 @@ def request_tokens(tokenizer: Tokenizer) -> list[int]:
         with contextlib.suppress(UserError):
             _, found, behind = tokenizer.render_chat(messages).partition(mark)
             if found:
-                return tokenizer.encode(behind)
-    return tokenizer.encode(f"\n\n{REQUEST}\n\n")
+                return tokenizer.encode(behind, goes_on=True)
+    return tokenizer.encode(f"\n\n{REQUEST}\n\n", goes_on=True)
 
 
 class Bench(AtHand):

@@ -74,7 +74,8 @@ class Evaluator:
         most = self.config.max_new_tokens
         if most is not None and most < row.max_new_tokens:
             row = dataclasses.replace(row, max_new_tokens=most)
-        return tokenise(row, self.model.tokenizer, self.limit, self.config.max_target)
+        size = self.model.config.vocab_size
+        return tokenise(row, self.model.tokenizer, self.limit, self.config.max_target, size)
 
     def _run(
         self, key: Any, fn: Callable, *args, out: Any = SAME, donate: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 A row is head + context + question + suffix + answer_prefix, then the target. `head` opens the chat
 template, `suffix` closes the user's turn and opens the assistant's. Each segment is tokenised on
-its own, without special tokens of the tokenizer's, and no BOS is added.
+its own, without special tokens of the tokenizer's or spaces where it goes on, and no BOS is added.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvjax.checks import shown
+from kvjax.checks import INT32_MAX, shown
 from kvjax.errors import UserError
 from kvjax.eval.files import open_text
 from kvjax.eval.scorers import HELD, check_metric, needs_answer
@@ -218,7 +218,9 @@ class TokenRow:
         return sum(len(part) for part in self.segments[: SEGMENTS.index("answer_prefix")])
 
 
-def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> TokenRow:
+def tokenise(
+    row: Row, tokenizer: Tokenizer, limit: int, max_target: int, vocab_size: int = INT32_MAX
+) -> TokenRow:
     """The tokens of a row, at most `limit` with its target or generated answer.
 
     A longer one loses the middle of context and question: the first and the last half of what they
@@ -229,20 +231,34 @@ def tokenise(row: Row, tokenizer: Tokenizer, limit: int, max_target: int) -> Tok
         tokenizer: the model's.
         limit: tokens of the model's context.
         max_target: tokens of the target that count; turns are not cut.
+        vocab_size: of the model, which may have fewer tokens than its tokenizer.
 
     Raises:
-        ValueError: a segment other than context and question fills the context by itself.
+        ValueError: a segment other than context and question fills the context by itself; the
+            model has no such token.
     """
 
-    def encoded(text: str) -> np.ndarray:
-        return np.asarray(tokenizer.encode(text), np.int32).reshape(-1)
+    def encoded(text: str, goes_on: bool = True) -> np.ndarray:
+        ids = np.asarray(tokenizer.encode(text, goes_on=goes_on), np.int32).reshape(-1)
+        if len(ids) and ids.max() >= vocab_size:
+            wrong = int(ids[ids >= vocab_size][0])
+            raise ValueError(
+                f"token {wrong} of the tokenizer: the model's vocabulary ends at {vocab_size}"
+            )
+        return ids
 
-    head, context, question, suffix, prefix = (encoded(getattr(row, name)) for name in SEGMENTS)
-    target, spans = encoded(row.target)[:max_target], []
+    # What opens the text or the assistant's turn begins as a text of its own.
+    head = encoded(row.head, False)
+    context = encoded(row.context, bool(row.head))
+    question, suffix = encoded(row.question), encoded(row.suffix)
+    prefix = encoded(row.answer_prefix, not row.suffix)
+    opens = row.suffix and not row.answer_prefix and not row.target.startswith(" ")
+    target, spans = encoded(row.target, not opens)[:max_target], []
     if row.turns:
         target = np.zeros(0, np.int32)
         for turn in row.turns:
-            asked, begun, said = map(encoded, dataclasses.astuple(turn))
+            asked, begun = encoded(turn.asked), encoded(turn.answer_prefix, False)
+            said = encoded(turn.target, bool(turn.answer_prefix))
             opened = len(target) + len(asked)
             target = np.concatenate([target, asked, begun, said])
             spans.append((opened, len(target) - len(said), len(target)))

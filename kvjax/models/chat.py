@@ -30,6 +30,9 @@ from kvjax.models.files import shown_error
 
 Message = Mapping[str, Any]
 
+ANY_DAY = "2024-07-26"
+"""What evaluation and calibration take for today: a run that goes on tomorrow has the same prompts.
+It is the day that Llama's templates have where they are told none."""
 CPU_SECONDS = 3.0
 """Processor time of one rendering; published templates take milliseconds."""
 _WALL_SECONDS = 120.0
@@ -57,13 +60,19 @@ class ChatTemplate:
         _ask(source, None)
 
     def render(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        as_of: str | None = None,
+        **variables: Any,
     ) -> str:
         """The conversation as the text the model reads.
 
         Args:
           messages: mappings with `role` and `content`.
           add_generation_prompt: whether to open the assistant's next turn.
+          as_of: the day that is today to the template, such as `ANY_DAY`; the real one by default.
           variables: further names the template may use, such as `tools`; what JSON can hold.
 
         Raises UserError where the template refuses the conversation, fails, or takes more time,
@@ -72,7 +81,7 @@ class ChatTemplate:
         given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
         given |= variables
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return _ask(self.source, given)
+        return _ask(self.source, given, as_of)
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -102,8 +111,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__}")
 
 
-def _ask(source: str, variables: dict[str, Any] | None) -> str:
-    request = {"source": source, "variables": variables, "seconds": CPU_SECONDS}
+def _ask(source: str, variables: dict[str, Any] | None, as_of: str | None = None) -> str:
+    request = {"source": source, "variables": variables, "seconds": CPU_SECONDS, "as_of": as_of}
     try:
         message = json.dumps(request, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:

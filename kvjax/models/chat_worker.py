@@ -3,7 +3,7 @@
 It reads requests from stdin and answers on stdout, each a length of eight bytes (little endian)
 and that much JSON:
 
-    {"source": …, "variables": {…} | null, "seconds": …}
+    {"source": …, "variables": {…} | null, "seconds": …, "as_of": "2024-07-26" | null}
         ->  {"text": …} | {"malformed": …} | {"refused": …} | {"failed": …}
 
 Without variables it only compiles. The first message is the parent's ``sys.path``. A request that
@@ -34,7 +34,13 @@ def _raise_exception(message: str) -> NoReturn:
     raise _Refusal(message)
 
 
+_as_of: str | None = None
+"""The day that templates take for today, where the request says one."""
+
+
 def _strftime_now(pattern: str) -> str:
+    if _as_of is not None:
+        return datetime.datetime.fromisoformat(_as_of).strftime(pattern)
     return datetime.datetime.now().strftime(pattern)
 
 
@@ -139,6 +145,7 @@ def _limit(what: int, most: int) -> None:
 
 def main() -> None:
     """Serves until stdin ends."""
+    global _as_of
     # Ctrl-C is the parent's: this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What a library might print would be taken for an answer.
@@ -152,6 +159,7 @@ def main() -> None:
         request = json.loads(message)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         most = MOST_CHARACTERS + 8 * len(message)
+        _as_of = request.get("as_of")
         answer = json.dumps(_answer(request["source"], request["variables"], most))
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(message_of(answer))

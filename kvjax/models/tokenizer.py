@@ -73,12 +73,14 @@ class Tokenizer:
         except UserError as error:
             raise UserError(f"tokenizer {path}: {error}") from error
 
-    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+    def encode(self, text: str, add_bos: bool = False, *, goes_on: bool = False) -> list[int]:
         """The tokens of `text`. Special tokens that are spelled out in it become themselves.
 
         Args:
           text: any text.
           add_bos: whether to start with `bos_id`, if there is one and `text` does not already.
+          goes_on: whether it stands behind another text: it gets no space of its own in front,
+            which SentencePiece vocabularies put before the first word.
 
         Raises UserError for text that has no UTF-8 form (a lone surrogate), and where the
         checkpoint's own rules fail.
@@ -89,7 +91,7 @@ class Tokenizer:
             raise UserError(
                 f"the text is no Unicode: a lone surrogate stands at character {error.start}"
             ) from error
-        ids = self._encode(text)
+        ids = self._encode_behind(text) if goes_on and text else self._encode(text)
         if add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -114,7 +116,12 @@ class Tokenizer:
         )
 
     def render_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        as_of: str | None = None,
+        **variables: Any,
     ) -> str:
         """The conversation as text, through the checkpoint's template.
 
@@ -123,6 +130,8 @@ class Tokenizer:
         Args:
           messages: mappings with `role` and `content`.
           add_generation_prompt: whether to open the assistant's next turn.
+          as_of: the day that is today to the template (`kvjax.models.chat.ANY_DAY`); the real one
+            by default.
           variables: further names for the template, such as `tools`.
 
         Raises UserError where a role is none, or the template is malformed or refuses the
@@ -138,7 +147,8 @@ class Tokenizer:
             return "\n\n".join(str(message["content"]) for message in messages)
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source, self._parts.special_tokens)
-        return self._templates[source].render(messages, add_generation_prompt, **variables)
+        template = self._templates[source]
+        return template.render(messages, add_generation_prompt, as_of=as_of, **variables)
 
     @property
     def tool_template(self) -> str | None:
@@ -201,6 +211,16 @@ class Tokenizer:
             raise UserError(
                 f"the checkpoint's tokenizer cannot encode this text: {error}"
             ) from None
+
+    def _encode_behind(self, text: str) -> list[int]:
+        """The tokens of a text that goes on."""
+        if self._strip_leading_space:
+            # A line's end is a token of its own in these vocabularies.
+            before = self._encode("\n")
+            ids = self._encode("\n" + text)
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return self._encode(text)
 
     def _token_bytes(self, index: int, skip_special_tokens: bool = True) -> bytes:
         if skip_special_tokens and index in self.special_ids:

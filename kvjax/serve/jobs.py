@@ -19,7 +19,7 @@ from kvjax.serve.settings import ServerSettings
 
 Tokens = list[int]
 _OWN = ("messages", "tools")
-_RESERVED = (*_OWN, "add_generation_prompt", "self")
+_RESERVED = (*_OWN, "add_generation_prompt", "as_of", "self")
 """What a template's variables cannot be called: names of `Tokenizer.chat`'s own arguments."""
 
 

@@ -271,6 +271,12 @@ HOSTILE = [
 ]
 
 
+def test_a_system_message_needs_a_chat(tiny):
+    code, out, err = tiny("--no-chat", "--system", "Be brief.")
+    assert (code, out) == (2, "")
+    assert "--system is a part of a chat" in err
+
+
 @pytest.mark.parametrize(
     "arguments", HOSTILE, ids=lambda a: " ".join(a)[:30].encode("unicode_escape").decode()
 )

@@ -289,6 +289,7 @@ def test_too_long_prompts_are_shortened_and_say_so(tiny, tmp_path):
         (("--prompts", "/no/such/prompts"), "No such file"),
         (("--out", "/no/such/folder/r.jsonl"), "no such folder"),
         (("--out", "/dev"), "--out '/dev': it is there and cannot be written"),
+        (("--out", "/dev/null"), "--out '/dev/null': give a file"),
         (("--table", "/dev"), "--table '/dev': it is there and cannot be written"),
         (("--details", "-1"), "--details -1"),
         (("--length", "99999999999"), "lengths (99999999999,): give numbers from 32 to"),

@@ -419,3 +419,48 @@ def test_a_damaged_archive_is_named(throughput, tmp_path):
         assert code == 2
         (line,) = err.splitlines()
         assert trace.name in line
+
+
+def test_a_method_that_is_none_is_told_at_any_rate(throughput):
+    for rate in ("v", "8"):
+        sizes = "--input-len", 8, "--output-len", 2, "--num-prompts", 1
+        code, _, err = throughput("--rate", rate, "--method", "nothing", *sizes)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "'nothing'" in err
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "says"),
+    [
+        (404, {"error": "Not Found"}, "Not Found"),
+        (404, {"detail": "Not Found"}, "404"),
+        (404, ["none"], "404"),
+        (200, {"error": "Unexpected endpoint"}, "without 'max_len'"),
+        (200, ["none"], "without 'max_len'"),
+    ],
+)
+def test_other_servers_are_told_in_one_line(throughput, code, body, says):
+    import http.server
+    import threading
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            data = json.dumps(body).encode()
+            self.send_response(code)
+            self.send_header("content-length", f"{len(data)}")
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            found, _, err = throughput("--server", f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+    assert found == 2
+    assert err.startswith("error: --server")
+    assert says in err
+    assert err.count("\n") == 1

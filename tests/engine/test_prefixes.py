@@ -228,7 +228,9 @@ def test_what_lies_in_its_slot_needs_no_room_a_second_time(tiny_params):
     second = llm.enqueue(document, greedy(3), shared=len(document)).id
     last = drain(llm)
     begun, ended = last[second].stats.first_token, last[first].stats.finished
-    assert begun is not None and ended is not None and begun < ended
+    assert begun is not None
+    assert ended is not None
+    assert begun < ended
     assert last[second].stats.preemptions == last[first].stats.preemptions == 0
     undo()
     forget(llm)

@@ -372,3 +372,12 @@ def test_unsupported_type_is_named(tmp_path: Path) -> None:
 
 def test_config_from_gguf_takes_a_path(tiny: Path) -> None:
     assert dataclasses.replace(config_from_gguf(tiny), name="tiny") == CONFIG
+
+
+def test_a_part_of_a_split_file_is_told(tmp_path: Path) -> None:
+    parts = {"split.count": 3, "split.no": 0}
+    path = write_gguf(tmp_path / "p.gguf", CONFIG, random_tensors(CONFIG), metadata=parts)
+    assert "one of 3 parts" in failure(path)
+    whole = {"split.count": 1, "split.no": 0}
+    path = write_gguf(tmp_path / "w.gguf", CONFIG, random_tensors(CONFIG), metadata=whole)
+    assert load_params(path)[0].num_layers == CONFIG.num_layers

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax.cache import CompressionConfig
 from kvjax.cache.budget import FLOOR_TOKENS
+from kvjax.cache.methods import get_method
 from kvjax.checks import shown
 from kvjax.cli.models import floor_of
 from kvjax.cli.throughput import EMULATED, LENGTHS
@@ -29,6 +30,7 @@ from kvjax.models.hub import Progress
 def compression_of(rate: str, method: str, floor: int = FLOOR_TOKENS) -> CompressionConfig:
     """The settings of a row; rate "v" leaves compression out."""
     if rate == "v":
+        get_method(method)  # a name that is none is told whatever rates there are
         return CompressionConfig(method="full")
     try:
         return CompressionConfig(method=method, rate=float(rate), floor=floor)

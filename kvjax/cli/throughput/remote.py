@@ -58,9 +58,9 @@ class Remote:
             "limits": limits,
         }
         self._httpx = httpx
-        self.status = self._asked("GET", "/kvjax/status")
+        self.status = self._asked("GET", "/kvjax/status", "max_len")
 
-    def _asked(self, method: str, path: str, body: Any = None) -> Any:
+    def _asked(self, method: str, path: str, wanted: str, body: Any = None) -> Any:
         try:
             with self._httpx.Client(**self._options) as client:
                 response = client.request(method, path, json=body)
@@ -70,15 +70,22 @@ class Remote:
             raise UserError(
                 f"--server {url}: it gives no answer ({type(error).__name__})"
             ) from error
+        told = found if isinstance(found, dict) else {}
         if response.status_code != 200:
-            said = found.get("error", {}).get("message", response.status_code)
-            raise UserError(f"--server: {said}")
-        return found
+            error = told.get("error")
+            said = error.get("message") if isinstance(error, dict) else error
+            raise UserError(f"--server: {said or response.status_code}")
+        if wanted not in told:
+            raise UserError(
+                f"--server {self._options['base_url']}: it answers {path} without {wanted!r}: "
+                "give the address of a `kvjax serve`"
+            )
+        return told
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, as `source_tokens` asks a tokenizer for them."""
         body = {"prompt": text[:MOST_SOURCE], "add_special_tokens": False}
-        return self._asked("POST", "/tokenize", body)["tokens"]
+        return self._asked("POST", "/tokenize", "tokens", body)["tokens"]
 
     async def serve(
         self, prompts: Sequence[np.ndarray], arrivals: Sequence[Arrival], settings: dict[str, Any]

@@ -21,6 +21,7 @@ from kvjax.engine.calibrate.generated import (
     Draw,
 )
 from kvjax.errors import UserError
+from kvjax.models.chat import ANY_DAY
 from kvjax.models.tokenizer import Tokenizer
 
 ASKED = 2
@@ -181,7 +182,7 @@ class Setting:
 
     def asked(self, tokenizer: Tokenizer, question: str) -> list[int]:
         """A question behind the context, and the end of the user's turn."""
-        return tokenizer.encode(f"\n\n{question}{self.suffix}")
+        return tokenizer.encode(f"\n\n{question}{self.suffix}", goes_on=True)
 
     def answered(
         self, tokenizer: Tokenizer, tokens: int, asked: list[list[int]], answers: list[list[int]]
@@ -205,7 +206,7 @@ class Setting:
         at = draw.number(self.begins, max(self.begins + 1, len(context) - OPENING - QUOTED))
         opening, passage = np.split(np.asarray(context[at : at + OPENING + QUOTED]), [OPENING])
         request = REQUESTS[draw.number(0, len(REQUESTS))].format(tokenizer.decode(opening.tolist()))
-        question = tokenizer.encode(request + self.suffix)
+        question = tokenizer.encode(request + self.suffix, goes_on=True)
         # All of it is what counts: a long request loses its beginning.
         question = question[-(SAID - len(passage)) :]
         return question + passage.tolist(), len(question) - 1
@@ -238,7 +239,8 @@ def turn_of(tokenizer: Tokenizer) -> tuple[str, str]:
     """
     # No blank space in it, which templates may trim.
     mark = "\u2045text\u2046"
-    head, found, suffix = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
+    text = tokenizer.render_chat([{"role": "user", "content": mark}], as_of=ANY_DAY)
+    head, found, suffix = text.partition(mark)
     if not found:
         raise UserError("the chat template does not show what the user says")
     return head, suffix

@@ -12,13 +12,15 @@ import numpy as np
 from kvjax.errors import UserError
 from kvjax.eval.files import read_texts
 from kvjax.eval.rows import Row, Skipped
+from kvjax.models.chat import ANY_DAY
 from kvjax.models.tokenizer import Tokenizer
 
 Split = Literal["dev", "test"]
 MOST_TOKENS = 1 << 22
 """Of a prompt: as many as the longest contexts have; more would take for ever to make up."""
-LONGEST = 30
-"""Words of a sentence of background text before it is taken for several."""
+LONGEST, LONGEST_WORD = 30, 120
+"""Words of a sentence of background text before it is taken for several, and characters of a word:
+not every language puts spaces between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,7 @@ def chat_segments(tokenizer: Tokenizer) -> tuple[str, str]:
     """What the model's chat template puts before and after what the user says."""
     # No blank space in it, which templates may trim.
     mark = "\u2045user\u2046"
-    text = tokenizer.render_chat([{"role": "user", "content": mark}])
+    text = tokenizer.render_chat([{"role": "user", "content": mark}], as_of=ANY_DAY)
     head, found, suffix = text.partition(mark)
     if not found:
         raise UserError("the chat template does not show what the user says")
@@ -113,7 +115,8 @@ def next_turn(tokenizer: Tokenizer) -> str:
     """What the chat template puts between an answer and what the user says next."""
     said, mark = "\u2045said\u2046", "\u2045user\u2046"
     turns = [("user", "?"), ("assistant", said), ("user", mark)]
-    text = tokenizer.render_chat([{"role": role, "content": what} for role, what in turns])
+    messages = [{"role": role, "content": what} for role, what in turns]
+    text = tokenizer.render_chat(messages, as_of=ANY_DAY)
     between, found, _ = text.partition(said)[2].partition(mark)
     if not found:
         raise UserError("the chat template does not show a second turn of the user")
@@ -121,7 +124,7 @@ def next_turn(tokenizer: Tokenizer) -> str:
 
 
 def count_tokens(tokenizer: Tokenizer, text: str) -> int:
-    return len(tokenizer.encode(text))
+    return len(tokenizer.encode(text, goes_on=True))
 
 
 def cut_text(tokenizer: Tokenizer, text: str, size: int) -> str:
@@ -140,7 +143,13 @@ def _pieces(sentence: str) -> Iterator[str]:
     """A sentence in pieces of at most `LONGEST` words: what is no prose has no end."""
     words = sentence.split()
     for start in range(0, len(words), LONGEST):
-        yield " ".join(words[start : start + LONGEST])
+        piece = words[start : start + LONGEST]
+        if max(map(len, piece)) <= LONGEST_WORD:
+            yield " ".join(piece)
+            continue
+        for word in piece:
+            for at in range(0, len(word), LONGEST_WORD):
+                yield word[at : at + LONGEST_WORD]
 
 
 class Haystack:

@@ -7,6 +7,7 @@ rotary pairs lie side by side; that is undone here. Other files keep the origina
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> ModelConfig
     """
     header = source if isinstance(source, GGUFHeader) else read_gguf_header(source)
     values, path = header.metadata, header.path
+    if (parts := get_parts(values)) > 1:
+        raise UserError(
+            f"{path} is one of {parts} parts of a GGUF file: make one file of them first "
+            "(llama-gguf-split --merge FIRST_PART WHOLE)"
+        )
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
         raise UserError(
@@ -180,6 +186,12 @@ def config_from_gguf(source: GGUFHeader | str | os.PathLike[str]) -> ModelConfig
     if _ROPE_FREQS not in header.tensors:
         return config
     return dataclasses.replace(config, rope_scaling=_rope_scaling(header, config))
+
+
+def get_parts(metadata: Mapping[str, Any]) -> int:
+    """How many files a GGUF file was split into: 1 where it is whole."""
+    count = metadata.get("split.count")
+    return count if isinstance(count, int) else 1
 
 
 def _shortest(value: float) -> float:
