@@ -221,7 +221,7 @@ def table_beside(options: argparse.Namespace) -> Path:
     """
     check_output_file("--out", options.out)
     if options.out.exists() and not options.out.is_file():
-        raise UserError(f"--out {shown(str(options.out))}: give a file, which results are read from")
+        raise UserError(f"--out {shown(str(options.out))}: give a file: results are read again")
     table = options.table or options.out.with_suffix(".md")
     check_output_file("--table", table)
     check_apart("--out", options.out, "the Markdown page (--table)", table)

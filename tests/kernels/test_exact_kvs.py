@@ -200,7 +200,7 @@ def test_kernels_on_drawn_windows(name, lengths, forms, b, group, size, chosen) 
 
 
 @pytest.mark.parametrize(
-    "name", [name if "b=16" in name and "e4" not in name else pytest.param(name, marks=SLOW)
+    "name", [name if name == "int4 int4 b=16 d=128" else pytest.param(name, marks=SLOW)
              for name in cases.EXACT],
 )  # fmt: skip
 def test_kernels_take_them_and_lower(name: str) -> None:

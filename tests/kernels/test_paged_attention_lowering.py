@@ -8,6 +8,7 @@ benchmarks/kernels/compile.py.
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,19 @@ from tests.kernels.devices import H200, TPU_V5E, TPU_V6E
 
 FAMILIES = sorted(spec.FAMILIES)
 BY_DEFAULT = {
-    *("llama-3.1-8b", "llama-3.1-70b", "pool of more than 2^31 elements", "b=64", "r=7"),
+    *("llama-3.1-70b", "pool of more than 2^31 elements", "b=64", "r=7"),
     *("bfloat16 d=80", "float16 d=64", "float32 d=96"),
+    *("int8 int8 b=16 d=128", "int4 int4 b=8 d=96", "int2+ int2+ b=16 d=64"),
+    *("e5m2 e5m2 b=32 d=64", "int4+ halves b=16 r=4 d=128", "int2 halves b=16 r=16 d=128"),
 }
-"""Families of which each case runs without `-m slow`; a product of all shapes does with it."""
+"""What runs without `-m slow`, of families and of kinds of codes; a product of all shapes runs with
+it."""
+
+
+def some(names: Iterable[str]) -> list:
+    """Parameters, slow ones but for those of `BY_DEFAULT`."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=[] if name in BY_DEFAULT else slow) for name in names]
 
 
 def assert_two_kernels(text: str, what: object = None) -> None:
@@ -44,13 +54,7 @@ def lowered(shape: spec.Shape, platform: str, with_metric: bool) -> str:
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow])
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", some(FAMILIES))
 def test_lowers_for_h200(family: str) -> None:
     shape = spec.FAMILIES[family]
     with jax.sharding.use_abstract_mesh(H200):
@@ -59,7 +63,7 @@ def test_lowers_for_h200(family: str) -> None:
     assert_two_kernels(text)
 
 
-@pytest.mark.parametrize("name", cases.CODES)
+@pytest.mark.parametrize("name", some(cases.CODES))
 def test_codes_lower(name: str) -> None:
     """No array of rows is made of a pool: the kernels take codes and scales as they are stored."""
     shape = cases.CODES[name]
@@ -76,7 +80,7 @@ def test_codes_lower(name: str) -> None:
         assert not any(rows + kind in text for kind in ("bf16", "f16", "f32"))
 
 
-@pytest.mark.parametrize("name", cases.HALVES)
+@pytest.mark.parametrize("name", some(cases.HALVES))
 def test_halves_lower_for_tpu(name: str) -> None:
     """One array of both comes to the kernel, and none of keys or of values."""
     shape = cases.HALVES[name]
@@ -213,7 +217,9 @@ def test_whatever_is_accepted_lowers(
             assert "tpu_custom_call" in text, shape
 
 
-@pytest.mark.parametrize("family", ["llama-3.1-8b", "float32 d=96"])
+@pytest.mark.parametrize(
+    "family", ["llama-3.1-8b", pytest.param("float32 d=96", marks=pytest.mark.slow)]
+)
 def test_lowers_for_h200_without_metric(family: str) -> None:
     """Off, the statistic costs nothing: no logits are kept."""
     shape = spec.FAMILIES[family]
@@ -228,10 +234,10 @@ def test_lowers_for_h200_without_metric(family: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "exact"),
     [
-        (spec.FAMILIES["llama-3.1-70b"], False),
+        pytest.param(spec.FAMILIES["llama-3.1-70b"], False, marks=pytest.mark.slow),
         # The scales of a tile of it leave the end of 1,024 bytes unused.
         (cases.CODES["int8 int8 b=32 d=96"], False),
-        (cases.CODES["int4+ int4+ b=16 d=128"], False),
+        pytest.param(cases.CODES["int4+ int4+ b=16 d=128"], False, marks=pytest.mark.slow),
         (cases.CODES["int4 int4 b=16 d=128"], True),
     ],
     ids=["70b", "int8 d=96", "int4+", "int4w16"],

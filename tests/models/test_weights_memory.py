@@ -112,8 +112,8 @@ def peak_of_loading(root: Path, name: str, dtype: str, stacked: bool) -> float:
 @pytest.mark.parametrize(
     ("name", "dtype", "stacked"),
     [
-        ("safetensors", "bfloat16", True),
-        ("sharded", "float32", False),
+        pytest.param("safetensors", "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param("sharded", "float32", False, marks=pytest.mark.slow),
         ("model.gguf", "float32", True),
     ],
 )
