@@ -31,6 +31,8 @@ class DensePass:
     hidden: Float[Array, "L T D"]
     """What enters each layer's attention block."""
     logits: Float[Array, "N V"]
+    peak: Float[Array, "L T"] | None = None
+    """Largest absolute entry of what enters each layer, before its norm, where it was asked for."""
 
 
 def dense_pass(
@@ -38,6 +40,7 @@ def dense_pass(
     params: nnx.State,
     tokens: Int32[Array, " T"],
     at: Int32[Array, " N"],
+    peaks: bool = False,
 ) -> DensePass:
     """Run tokens with full attention.
 
@@ -46,6 +49,7 @@ def dense_pass(
         params: its parameters.
         tokens: token ids, padded at the end.
         at: positions whose next-token logits are wanted.
+        peaks: whether `DensePass.peak` is (static).
     """
 
     def attend(carry, layer, q, k, v, hidden):
@@ -53,6 +57,7 @@ def dense_pass(
         return carry, own_share(config, out)[None], (q[0], k[0], v[0], log_sum, hidden[0])
 
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    last, _, seen = forward(config, params, tokens[None], positions[None], attend, ())
-    q, k, v, log_sum, hidden = seen
-    return DensePass(q, k, v, log_sum, hidden, logits(config, params, last[0, at]))
+    last, _, seen = forward(config, params, tokens[None], positions[None], attend, (), peaks)
+    (q, k, v, log_sum, hidden), peak = seen if peaks else (seen, None)
+    said = logits(config, params, last[0, at])
+    return DensePass(q, k, v, log_sum, hidden, said, None if peak is None else peak[:, 0])

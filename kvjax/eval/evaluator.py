@@ -138,7 +138,8 @@ class Evaluator:
                         f"method {name} reads the calibrated array {array}: give a calibration "
                         "that has it"
                     )
-        run = RowRun(self, row, tokens)
+        codecs = [v.prompt_codec for variants in jobs.values() for v in variants]
+        run = RowRun(self, row, tokens, any(codec and codec.peaks for codec in codecs))
         cuts: dict[int, list[str]] = {}
         for protocol in jobs:
             cuts.setdefault(tokens.cut(protocol), []).append(protocol)
@@ -184,7 +185,14 @@ class Evaluator:
 class RowRun:
     """One row: its dense pass, and what follows from it."""
 
-    def __init__(self, evaluator: Evaluator, row: Row, tokens: TokenRow):
+    def __init__(self, evaluator: Evaluator, row: Row, tokens: TokenRow, peaks: bool = False):
+        """
+        Args:
+            evaluator: what it runs on.
+            row: the prompt.
+            tokens: its tokens.
+            peaks: whether a codec reads `DensePass.peak`.
+        """
         self.evaluator, self.row = evaluator, row
         self.model = evaluator.model
         if row.metric == "own":
@@ -209,9 +217,9 @@ class RowRun:
         padded[: len(everything)] = everything
         self.everything = everything
         at = np.minimum(self.predicted, len(everything) - 1).astype(np.int32)
-        fn = functools.partial(dense_pass, evaluator.spread.config)
+        fn = functools.partial(dense_pass, evaluator.spread.config, peaks=peaks)
         self.dense, self.prefill_seconds = evaluator._timed(
-            "dense", fn, self.model.params, padded, at, out=DENSE
+            ("dense", peaks), fn, self.model.params, padded, at, out=DENSE
         )
         self.full_top = np.asarray(jnp.argmax(self.dense.logits, axis=-1))
         self.metrics: dict[Any, tuple[Any, float]] = {}

@@ -169,6 +169,7 @@ def forward[Carry](
     positions: Int[Array, "B T"],
     attend: Attend[Carry],
     carry: Carry,
+    peaks: bool = False,
 ) -> tuple[Float[Array, "B T D"], Carry, PyTree]:
     """Runs all layers on a batch of tokens.
 
@@ -181,10 +182,12 @@ def forward[Carry](
         attend: attention of one layer, see ``Attend``.
         carry: threaded through the layers in order; updated in place by XLA when the caller
             donates it.
+        peaks: whether the largest absolute entry of what enters each layer is told, of each token
+            (static).
 
     Returns:
         The hidden states after the final norm, the last carry, and every leaf of ``aux`` stacked
-        along a leading layer axis.
+        along a leading layer axis; with ``peaks`` a pair of that and of them [L, B, T], f32.
 
     Raises:
         ValueError: tokens and positions differ in shape or are not of rank 2.
@@ -201,6 +204,8 @@ def forward[Carry](
         x, carry = state
         hidden, q, k, v = half(_before, x, cos, sin)
         carry, attended, aux = attend(carry, index, q, k, v, hidden)
+        if peaks:
+            aux = aux, jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)
         return (half(_after, x, attended), carry), aux
 
     state = model.embed_tokens(config, tokens), carry

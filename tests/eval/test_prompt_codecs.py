@@ -15,6 +15,7 @@ from kvjax.cache.store.named import OF_PROMPTS
 from kvjax.engine.calibrate.levels import KEY_RANGE, LEVELS, NORM, Weighed, fitted, levels_of
 from kvjax.engine.dense import DensePass, dense_pass
 from kvjax.errors import UserError
+from kvjax.eval import evaluator as evaluator_module
 from kvjax.eval import passes
 from kvjax.eval.evaluator import Evaluator
 from kvjax.eval.prompt_codecs import PROMPT_CODECS, PromptCodec
@@ -55,8 +56,8 @@ WIDE = (8, 1, 32)
 @functools.cache
 def prompt(heads: int = 2, group: int = 2, d: int = 16) -> tuple[DensePass, dict[str, Any]]:
     """A pass whose keys have outlying channels, whose values are not around nought, whose layers
-    are alike and one of whose tokens is a sink, and RoPE's frequencies. What follows the prompt is
-    wild."""
+    are alike and some of whose tokens are sinks, which only the stream before the norm shows, and
+    RoPE's frequencies. What follows the prompt is wild."""
     rng = np.random.default_rng(heads)
     base = rng.standard_normal((1, TOKENS, heads, d))
     k, v = (base + 0.7 * rng.standard_normal((LAYERS, TOKENS, heads, d)) for _ in range(2))
@@ -65,16 +66,16 @@ def prompt(heads: int = 2, group: int = 2, d: int = 16) -> tuple[DensePass, dict
     v += 3
     q = rng.standard_normal((LAYERS, TOKENS, heads * group, d))
     hidden = rng.standard_normal((LAYERS, TOKENS, HIDDEN))
-    hidden[:, 4, 1] = -9
-    for x in (k, v, q, hidden):
+    peak = rng.uniform(2, 40, (LAYERS, TOKENS))
+    for x in (k, v, q, hidden, peak):
         x[:, LENGTH:] *= 100
-    k, v, q, hidden = (jnp.asarray(x, jnp.float32) for x in (k, v, q, hidden))
+    k, v, q, hidden, peak = (jnp.asarray(x, jnp.float32) for x in (k, v, q, hidden, peak))
     logits = jnp.einsum("lqhd,lkhd->lhqk", q, jnp.repeat(k, group, 2)) / np.sqrt(d)
     seen = np.tril(np.ones((TOKENS, TOKENS), bool))
     log_sum = jax.nn.logsumexp(jnp.where(seen, logits, -jnp.inf), axis=-1)
     frequency = jnp.asarray(100.0 ** -np.linspace(0, 1, d // 2), jnp.float32)
     artefacts = {ROPE_FREQUENCY: jnp.broadcast_to(frequency, (LAYERS, d // 2))}
-    return DensePass(q, k, v, log_sum, hidden, jnp.zeros((1, 1))), artefacts
+    return DensePass(q, k, v, log_sum, hidden, jnp.zeros((1, 1)), peak), artefacts
 
 
 def through(codec: PromptCodec, *shape: int, **arrays: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -192,11 +193,12 @@ def test_calibrated_arrays_have_to_be_there(tiny_model):
 
 @pytest.mark.parametrize(("bits", "shape"), [(2, ()), (4, THREE), (2, WIDE)])
 def test_rotatekv_turns_sorts_and_keeps_sinks(bits, shape):
-    _, k, v, hidden, frequency = exact(*shape)
+    _, k, v, _, frequency = exact(*shape)
+    peak = np.asarray(prompt(*shape)[0].peak)[:, :LENGTH]
     codec = RotateKV(bits=bits, sinks=5)
     if shape != WIDE:
         codec = dataclasses.replace(codec, group=16)
-    want = oracle.rotatekv(k, v, hidden, frequency, bits, 128 if shape == WIDE else 16, 5)
+    want = oracle.rotatekv(k, v, peak, frequency, bits, 128 if shape == WIDE else 16, 5)
     assert_same(through(codec, *shape), want, (k, v))
 
 
@@ -372,6 +374,22 @@ class Coded(PromptCodec):
 
     def stored_bytes(self, shape, length):
         return 1000 + length
+
+
+def test_peaks_are_there_for_what_reads_them(tiny_model, monkeypatch):
+    asked = []
+
+    def noted(*args, peaks):
+        asked.append(peaks)
+        return dense_pass(*args, peaks=peaks)
+
+    monkeypatch.setattr(evaluator_module, "dense_pass", noted)
+    evaluator = Evaluator(tiny_model, EvaluatorConfig(block_size=4, num_slots=1, free_tokens=0))
+    for kind in ("kcvt4", "rotatekv4"):
+        variants = [Variant("full", 1.0, kind)]
+        results = run_row(evaluator, make_row(), ["chat"], variants)
+        assert 0 < results["chat", variants[0].label, 1.0]["kl"] < 0.1
+    assert asked == [False, True]
 
 
 @pytest.mark.slow

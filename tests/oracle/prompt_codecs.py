@@ -208,8 +208,9 @@ def kvquant(k, v, frequency: np.ndarray, bits: int, permille: int):
     return turned(keys, frequency), values
 
 
-def rotatekv(k, v, hidden, frequency: np.ndarray, bits: int, group: int, sinks: int):
-    """Keys before RoPE turned over as many as four heads, channels in the order of their sums."""
+def rotatekv(k, v, peak, frequency: np.ndarray, bits: int, group: int, sinks: int):
+    """Keys before RoPE turned over as many as four heads, channels in the order of their sums;
+    tokens of the highest peaks as they are."""
     before = turned(k, frequency, back=True)
     keys, values = np.zeros_like(k), np.zeros_like(v)
     num_layers, tokens, heads, d = k.shape
@@ -227,7 +228,7 @@ def rotatekv(k, v, hidden, frequency: np.ndarray, bits: int, group: int, sinks: 
         for t in range(tokens):
             row = in_parts((v[layer, t] @ one).reshape(-1), bits, group, clip)
             values[layer, t] = row.reshape(heads, d) @ one
-        exact = np.argsort(-np.abs(hidden[layer]).max(axis=1), kind="stable")[:sinks]
+        exact = np.argsort(-peak[layer], kind="stable")[:sinks]
         keys[layer, exact] = short(before[layer, exact])
         values[layer, exact] = short(v[layer, exact])
     return turned(keys, frequency), values

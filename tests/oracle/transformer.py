@@ -43,6 +43,7 @@ def forward(
     positions: np.ndarray,
     dtype: Any = np.float32,
     entering: list[np.ndarray] | None = None,
+    stream: list[np.ndarray] | None = None,
     seen: np.ndarray | None = None,
     pass_on: Callable[[int, np.ndarray], np.ndarray] | None = None,
     attend: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None,
@@ -56,6 +57,7 @@ def forward(
         positions: the position of each.
         dtype: of weights and activations.
         entering: gets what enters each layer's attention, [T, D].
+        stream: gets what enters each layer, before its norm, [T, D].
         seen: which tokens each one attends to, bool [T, T]; by default all up to itself.
         pass_on: gets the number of a layer and its attention [Q, n, n], and says which of its n
             rows the next layer has, ascending; after the last one it is not asked.
@@ -89,6 +91,8 @@ def forward(
     for i in range(hf["num_hidden_layers"]):
         name, count = f"model.layers.{i}.", len(x)
         mask = np.tril(np.ones((count, count), bool)) if seen is None else seen
+        if stream is not None:
+            stream.append(x)
         h = norm(x, w[name + "input_layernorm.weight"])
         if entering is not None:
             entering.append(h)

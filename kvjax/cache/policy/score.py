@@ -70,6 +70,8 @@ class LayerView:
     """Values, in the order of the keys."""
     hidden: Float[Array, "T D"] | None = None
     """What enters the attention block: the residual stream after the layer's first norm."""
+    peak: Float[Array, " T"] | None = None
+    """Largest absolute entry of that before the norm, for codecs of whole prompts that read it."""
     received: Float[Array, "Hr P"] | None = None
     """What each key received of all queries, where the attention told it."""
     observation: Observation | None = dataclasses.field(default=None, metadata={"static": True})

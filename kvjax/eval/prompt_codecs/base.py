@@ -36,6 +36,8 @@ class PromptCodec:
     """Names of the arrays by layer that `layer` reads."""
     calibrated: ClassVar[tuple[str, ...]] = ()
     """Those of them that `kvjax calibrate --levels` finds."""
+    peaks: ClassVar[bool] = False
+    """Whether `restore` reads `DensePass.peak`."""
 
     @property
     def name(self) -> str:
@@ -61,13 +63,13 @@ class PromptCodec:
         """
 
         def of_layer(part):
-            layer, q, k, v, log_sum, hidden, of_weights = part
+            layer, q, k, v, log_sum, hidden, peak, of_weights = part
             k, v = (x.astype(jnp.float32) for x in (k, v))
-            view = LayerView(layer, q, k, length, jnp.int32(0), log_sum=log_sum, v=v, hidden=hidden)
-            return self.layer(view, of_weights)
+            told = {"log_sum": log_sum, "v": v, "hidden": hidden, "peak": peak}
+            return self.layer(LayerView(layer, q, k, length, jnp.int32(0), **told), of_weights)
 
         layers = jnp.arange(len(dense.k), dtype=jnp.int32)
-        parts = layers, dense.q, dense.k, dense.v, dense.log_sum, dense.hidden
+        parts = layers, dense.q, dense.k, dense.v, dense.log_sum, dense.hidden, dense.peak
         return lax.map(of_layer, (*parts, {name: artefacts[name] for name in self.artefacts}))
 
     def layer(self, view: LayerView, artefacts: Artefacts) -> Rows:

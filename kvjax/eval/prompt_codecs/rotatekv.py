@@ -5,13 +5,13 @@ together, and the turned channels of all heads are sorted by their sum over the 
 those of one group of 128 are alike; values are turned head by head (in the model's weights there,
 here as they come). Codes are per token with a scale and a least number per group; in 2 bits the
 ends stand for 0.8 of the least and of the largest number. The 20 positions of the largest entries
-of what enters the layer, attention's sinks, stay as they are.
+of what enters the layer, before its norm, attention's sinks, stay as they are.
 
 Assumed: the order, which the paper calibrates, is that of the prompt itself, and its bytes count;
-what enters the layer is what enters its attention, after the norm; 20 positions are 20 tokens,
-where the code takes the tokens of the 20 largest entries, which may be fewer; least numbers are
-bfloat16 where the code has whole zero points. Where the heads are no multiple of four, as many are
-turned together as divide them; of a row whose size is no power of two, parts that are.
+20 positions are 20 tokens, where the code takes the tokens of the 20 largest entries, which may be
+fewer; least numbers are bfloat16 where the code has whole zero points. Where the heads are no
+multiple of four, as many are turned together as divide them; of a row whose size is no power of
+two, parts that are.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ class RotateKV(PromptCodec):
     """Turned and sorted rows in codes, and a few tokens as they are."""
 
     artefacts = (ROPE_FREQUENCY,)
+    peaks = True
 
     bits: int = 2
     heads: int = 4
@@ -56,14 +57,13 @@ class RotateKV(PromptCodec):
         return 0.8 if self.bits == 2 else 1.0
 
     def layer(self, view: LayerView, artefacts: Artefacts) -> Rows:
-        k, v, hidden = view.k, view.v, view.hidden
+        k, v, peak = view.k, view.v, view.peak
         assert v is not None
-        assert hidden is not None
+        assert peak is not None
         tokens, num_heads = k.shape[:2]
         token = jnp.arange(tokens, dtype=jnp.int32)
         valid = first_tokens(tokens, view.length)
-        entry = jnp.max(jnp.abs(hidden.astype(jnp.float32)), axis=-1)
-        sink = largest(jnp.where(valid, entry, -jnp.inf), self.sinks)[:, None, None]
+        sink = largest(jnp.where(valid, peak, -jnp.inf), self.sinks)[:, None, None]
 
         before = turned_back(k, token, artefacts[ROPE_FREQUENCY])
         together = (tokens, num_heads // group_size(num_heads, self.heads), -1)
