@@ -119,6 +119,11 @@ def _after(config: ModelConfig, layer: nnx.State, x: Array, attended: Array) -> 
     return nnx.merge(_graphdefs(config)[1], layer).finish(config, x, attended)
 
 
+def _added(config: ModelConfig, layer: nnx.State, attended: Array) -> Array:
+    """What a layer adds to the residual stream where this is what its attention gave."""
+    return nnx.merge(_graphdefs(config)[1], layer).added(config, attended)
+
+
 def _through[State](
     config: ModelConfig,
     params: nnx.State,
@@ -211,6 +216,19 @@ def forward[Carry](
     state = model.embed_tokens(config, tokens), carry
     (x, carry), aux = _through(config, params, (0, config.num_layers), layer, state)
     return model.last_hidden(config, x), carry, aux
+
+
+def added(
+    config: ModelConfig, params: nnx.State, attended: Float[Array, "L B T Q d"]
+) -> Float[Array, "L B T D"]:
+    """What each layer adds to the residual stream where this is what its attention gave: of all
+    query heads, or this replica's share of them."""
+    attended = attended.astype(activation_dtype(params))
+
+    def layer(half: Half, index: Array, state: tuple[()]) -> Any:
+        return state, half(_added, attended[index])
+
+    return _through(config, params, (0, config.num_layers), layer, ())[1]
 
 
 def embedded(

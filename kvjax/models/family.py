@@ -190,6 +190,12 @@ class Layer(nnx.Module):
         """What enters the attention block -> rotated queries, rotated keys, values."""
         raise NotImplementedError
 
+    def added(
+        self, config: ModelConfig, attended: Float[Array, "B T Q d"]
+    ) -> Float[Array, "B T D"]:
+        """What attention gave -> what that adds to the residual stream."""
+        raise NotImplementedError
+
     def finish(
         self, config: ModelConfig, x: Float[Array, "B T D"], attended: Float[Array, "B T Q d"]
     ) -> Float[Array, "B T D"]:

@@ -2,14 +2,15 @@
 in all heads of the layer, and layers that lose more by it keep more.
 
 Semantic retrieval heads are found once per model (`kvjax calibrate --heads`): where the model
-copies a planted fact, the attention of a head to all of the fact, whichever of its tokens is
-copied. Of each layer the 4 highest count: their attention of the last 8 queries, mean-pooled over 5
-keys, the mean of the four. Layers keep 32 KVs per head, and of the rest shares in proportion to how
-far their attention's output is off with 32 KVs (calibrated, too), at most three times the mean.
+copies what of a planted fact answers a question, the attention of a head to all of that, whichever
+of its tokens is copied. Of each layer the 4 highest count: their attention of the last 8 queries,
+mean-pooled over 5 keys, the mean of the four. Layers keep 32 KVs per head, and of the rest shares
+in proportion to how far what their attention adds to the residual stream is off with 32 KVs
+(calibrated, too), at most three times the mean.
 
-Assumed: the errors are of the attention's output before its projection. Theirs are of LongBench's
-test rows; ours are of made-up facts. What the bounds leave over or take is shared out in
-proportion, where theirs adds or takes single KVs. KVs written by decode steps have metric 0.
+Assumed: the errors are of made-up facts whose answers are given; theirs are of LongBench's test
+rows, decoded freely. What the bounds leave over or take is shared out in proportion, where theirs
+adds or takes single KVs. KVs written by decode steps have metric 0.
 """
 
 import dataclasses
@@ -28,9 +29,9 @@ from kvjax.cache.policy.select import Selector
 from kvjax.checks import INT32_MAX
 
 SEMANTIC_HEAD = "semantic_head"
-"""Calibrated array [L, Hr]: attention of each query head to a fact that is copied."""
+"""Calibrated array [L, Hr]: attention of each query head to what is copied of a fact."""
 LAYER_ERROR = "layer_error"
-"""Calibrated array [L]: relative error of the attention's output with few KVs."""
+"""Calibrated array [L]: relative error of what attention adds with few KVs, over an answer."""
 
 
 @dataclasses.dataclass(frozen=True)

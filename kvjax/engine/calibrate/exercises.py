@@ -96,6 +96,16 @@ class Fact:
     statement: str
     question: str
     answer: str
+    told: str
+    """What of the statement answers the question."""
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """The statement: what comes before that, it, and what follows; words with the space before
+        them."""
+        at = self.statement.index(f" {self.told}")
+        end = at + 1 + len(self.told)
+        return f" {self.statement[:at]}", self.statement[at:end], f"{self.statement[end:]} "
 
 
 def drawn_fact(draw: Draw) -> Fact:
@@ -107,34 +117,34 @@ def drawn_fact(draw: Draw) -> Fact:
     forms = (
         (f"The {quality} of the {thing} is {value}.",
          f"What is the {quality} of the {thing}?",
-         f"The {quality} of the {thing} is {value}."),
+         f"The {quality} of the {thing} is {value}.", value),
         (f"{name} wrote down {number} as the {quality} of the {thing}.",
          f"What did {name} write down as the {quality} of the {thing}?",
-         f"{name} wrote down {number}."),
+         f"{name} wrote down {number}.", number),
         (f"The {thing} belongs to {name}, who lives in {place}.",
          f"Who owns the {thing}?",
-         f"The {thing} belongs to {name}."),
+         f"The {thing} belongs to {name}.", name),
         (f"The {thing} belongs to {name}, who lives in {place}.",
          f"Where does {name} live?",
-         f"{name} lives in {place}."),
+         f"{name} lives in {place}.", place),
         (f"For questions about the {thing}, call {number} and ask for {name}.",
          f"Which number should be called for questions about the {thing}?",
-         f"For questions about the {thing}, call {number}."),
+         f"For questions about the {thing}, call {number}.", number),
         (f"In {place}, the {thing} was {done} by {name}.",
          f"Who dealt with the {thing} in {place}?",
-         f"It was {name}."),
+         f"It was {name}.", name),
         (f"{first} hid {value} in the {thing}.",
          f"What was hidden in the {thing}?",
-         f"In the {thing}, {value} was hidden."),
+         f"In the {thing}, {value} was hidden.", value),
         (f"Remember that the {quality} is {number}; once more, the {quality} is {number}.",
          f"Tell me the {quality}.",
-         f"The {quality} is {number}."),
+         f"The {quality} is {number}.", number),
         (f"{quality} {colour}: {number}\n{quality} {other}: {draw.digits()}.",
          f"What is the {quality} {colour}?",
-         f"The {quality} {colour} is {number}."),
+         f"The {quality} {colour} is {number}.", number),
         (f"The {thing} in {place} was painted {colour} on {day}.",
          f"Which colour was the {thing} in {place} painted?",
-         f"The {thing} was painted {colour}."),
+         f"The {thing} was painted {colour}.", colour),
     )  # fmt: skip
     return Fact(*forms[draw.number(0, len(forms))])
 

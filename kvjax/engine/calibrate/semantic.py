@@ -1,10 +1,14 @@
 """Which heads look at a fact while it is copied, and what layers lose: found once per model, for
 `compresskv`.
 
-Source: CompressKV (Lin et al. 2025). A fact is planted in a text and asked for; where the model
-copies one of its tokens, a head reads the fact with as much attention as it pays to all of it. Runs
-count whose answer is mostly right. Then each layer attends with few KVs, and its output is off by
-so much.
+Source: CompressKV (Lin et al. 2025) and the authors' code. A fact is planted in a text and asked
+for; where the model copies a token of what answers the question, a head reads that with as much
+attention as it pays to all of it, once for each time that the token is there. Runs count whose
+answer is mostly right. Then each layer attends with few KVs, and what it adds to the residual
+stream is off by so much.
+
+Theirs decode freely, up to 50 tokens, and a run counts where a reply has half of the answer's
+words; here the answer is given, token by token, and half of its tokens have to be the likeliest.
 """
 
 import dataclasses
@@ -29,14 +33,14 @@ from kvjax.errors import UserError
 from kvjax.kernels import prefill_attention
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import forward, logits
+from kvjax.models.decoder import added, forward, logits
 from kvjax.models.parallel import deal, own_share
 from kvjax.models.tokenizer import Tokenizer
 
 ANSWER = 32
 """Tokens of an answer that are looked at."""
 FEW = 32
-"""KVs with which a layer's error is measured."""
+"""KVs of a prompt with which a layer's error is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Asked:
     tokens: Int32[np.ndarray, " T"]
     """Padded at the end."""
     fact: Int32[np.ndarray, " 2"]
-    """Where the fact begins, and where it has ended."""
+    """Where that of the fact begins which answers the question, and where it has ended."""
     first: int
     """Tokens of the prompt; the answer follows."""
     answer: Int32[np.ndarray, " A"]
@@ -77,9 +81,9 @@ def asked(tokenizer: Tokenizer, text: str, number: int, tokens: int) -> Asked:
     """
     draw = Draw(90_000 + number)
     fact, (head, suffix) = drawn_fact(draw), turn_of(tokenizer)
-    parts = [head, f" {fact.statement} ", f"\n\n{fact.question}{suffix}", fact.answer]
-    head, said, question, answer = (tokenizer.encode(part) for part in parts)
-    answer = answer[:ANSWER]
+    parts = [head, *fact.parts, f"\n\n{fact.question}{suffix}", fact.answer]
+    head, before, told, after, question, answer = (tokenizer.encode(part) for part in parts)
+    said, answer = [*before, *told, *after], answer[:ANSWER]
     room = tokens - sum(map(len, (head, said, question, answer)))
     if room < 1:
         raise UserError(f"{tokens} tokens have no room for a fact and its question: its heads "
@@ -88,9 +92,10 @@ def asked(tokenizer: Tokenizer, text: str, number: int, tokens: int) -> Asked:
     begins = len(head) + draw.number(0, len(around) + 1)
     context = [*head, *around]
     ids = [*context[:begins], *said, *context[begins:], *question, *answer]
+    first = begins + len(before)
     return Asked(
         np.pad(ids, (0, tokens - len(ids))).astype(np.int32),
-        np.array([begins, begins + len(said)], np.int32),
+        np.array([first, first + len(told)], np.int32),
         len(ids) - len(answer),
         np.array(answer, np.int32),
     )
@@ -125,9 +130,9 @@ def semantic_heads(
         likeliest, mass = spread.on_host(read(model.params, run.tokens, run.fact, run.first))
         size = len(run.answer)
         right = likeliest[:size] == run.answer
-        copied = right & np.isin(run.answer, run.tokens[slice(*run.fact)])
-        if np.mean(right) > facts.recall and copied.any():
-            masses.append(mass[..., :size][..., copied].mean(axis=-1))
+        times = np.sum(run.answer[:, None] == run.tokens[slice(*run.fact)], axis=1) * right
+        if np.mean(right) > facts.recall and times.any():
+            masses.append(mass[..., :size] @ times)
             runs.append(run)
     if not runs:
         raise UserError(
@@ -182,14 +187,14 @@ def errors_with_few(
     semantic: Float[Array, "L Hr"],
     shard: HeadShard | None = None,
 ) -> Float[Array, " L"]:
-    """By how much attention is off in each layer whose heads hold `FEW` KVs of a prompt.
+    """By how much what attention adds is off in each layer whose heads hold `FEW` KVs of a prompt.
 
-    ‖out − out with few‖ / ‖out‖ over the answer's queries and all heads, each layer by itself. The
-    KVs are those that `SemanticHeads` chooses. Arguments as of `reads_of_fact`; `count` tokens of
-    the answer, the array `SEMANTIC_HEAD`, and which heads this is of where several devices
-    have some each.
+    The sum of ‖out − out with few‖ / (‖out‖ + 1e-5) over the answer's tokens, of what the output
+    projection makes of all heads, each layer by itself. The KVs are those that `SemanticHeads`
+    chooses. Arguments as of `reads_of_fact`; `count` tokens of the answer, the array
+    `SEMANTIC_HEAD`, and which heads this is of where several devices have some each.
     """
-    at = first - 1 + jnp.arange(ANSWER, dtype=jnp.int32)
+    at = first + jnp.arange(ANSWER, dtype=jnp.int32)
     scorer, size = SemanticHeads(), tokens.shape[0]
     heads = config.num_kv_heads if shard is None else shard.total
     counts = jax.vmap(lambda how: scorer.counts(how, heads))(semantic)
@@ -206,15 +211,14 @@ def errors_with_few(
             outputs(attention(queries, k[0], at, seen), v[0])
             for seen in (jnp.ones(size, bool), few)
         )
-        inside = (jnp.arange(ANSWER) < count)[:, None, None]
-        off, all_ = (
-            summed(shard, jnp.sum(jnp.where(inside, x, 0) ** 2)) for x in (whole - part, whole)
-        )
         out = prefill_attention(own_share(config, q[0]), k[0], v[0])
-        return carry, out[None], jnp.sqrt(off / all_)
+        return carry, out[None], own_share(config, jnp.stack([whole - part, whole]))
 
     position = jnp.arange(size, dtype=jnp.int32)
-    return forward(config, params, tokens[None], position[None], attend, ())[2]
+    _, _, given = forward(config, params, tokens[None], position[None], attend, ())
+    norms = jnp.linalg.norm(added(config, params, given).astype(jnp.float32), axis=-1)
+    relative = norms[:, 0] / (norms[:, 1] + 1e-5)
+    return jnp.sum(jnp.where(jnp.arange(ANSWER) < count, relative, 0), axis=-1)
 
 
 def kept(metric: Float[Array, " T"], first: Int32[Array, ""], window: int) -> Bool[Array, " T"]:

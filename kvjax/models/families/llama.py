@@ -197,9 +197,12 @@ class LlamaLayer(Layer):
         q, k, v = self.unrotated(config, hidden)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
+    def added(self, config: ModelConfig, attended: Array) -> Array:
+        flat = attended.reshape(*attended.shape[:-2], -1)
+        return added_up(config, self.times(flat, "out", inputs=3))
+
     def finish(self, config: ModelConfig, x: Array, attended: Array) -> Array:
-        attended = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
-        x = x + added_up(config, self.times(attended, "out", inputs=3))
+        x = x + self.added(config, attended.astype(x.dtype))
         normed = rms_norm(x, self.mlp_norm[...], config.rms_norm_eps)
         gate_up = self.times(normed, "gate_up")
         hidden = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
