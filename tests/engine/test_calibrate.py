@@ -66,7 +66,7 @@ def test_the_teacher_scores_as_published(model, tiny_folder, plus):
     again = np.concatenate([request, text])
     found = jax.jit(lesson, static_argnums=(0, 1))(
         model.config,
-        Repeated(first=len(request), plus=plus),
+        Repeated(first=len(request) if plus else 0, plus=plus),
         model.params,
         probe_artefacts(model.config, model.params),
         np.pad(text, (0, 11)).astype(np.int32),

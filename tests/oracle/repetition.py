@@ -20,8 +20,9 @@ def repetition_scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """S and Z [L, H, T] of the KVs of `text`; behind it `request` and the text or a part of it.
 
-    S is the largest attention of the second copy's queries, over the query heads of a group (Kim
-    et al. 2025, section 3.2); Z has each attention times the norm of the value in the output
+    S is the largest attention of the queries behind `text`, those of the request among them, over
+    the query heads of a group (Kim et al. 2025, section 3.2, and the authors' code); Z is of the
+    second copy's queries alone and has each attention times the norm of the value in the output
     projection, over the norm of what enters the attention at the query (KVzap, equation 3).
     """
     tokens = np.concatenate([text, request, text if part is None else part])
@@ -39,10 +40,12 @@ def repetition_scores(
             changed = np.linalg.norm(
                 out[:, head * d : (head + 1) * d] @ v[: len(text), g].T, axis=0
             )
-            for i in range(len(text) + len(request), len(tokens)):
+            for i in range(len(text), len(tokens)):
                 logits = k[: i + 1, g].astype(np.float64) @ q[i, head] / math.sqrt(d)
                 share = softmax(logits)[: len(text)]
                 plain[layer, g] = np.maximum(plain[layer, g], share)
+                if i < len(text) + len(request):
+                    continue
                 weighted = share * changed / np.linalg.norm(entering[layer][i].astype(np.float64))
                 plus[layer, g] = np.maximum(plus[layer, g], weighted)
     return plain, plus

@@ -1,15 +1,16 @@
 """KVzip (Kim et al. 2025): what a model reads of a prompt when it has to repeat it.
 
-Section 3.2: behind the prompt stands a request to repeat it and the prompt once more; a KV counts
-the largest attention that a query of the copy pays to it, over the query heads of its group. The
-"+" is KVzap's (NVIDIA 2026, equation 3): attention times the norm of what the value adds to the
-residual stream, over that of what enters the attention block at the query.
+Section 3.2 and the authors' code: behind the prompt stands a request to repeat it and the prompt
+once more; a KV counts the largest attention that a query of the two pays to it, over the query
+heads of its group. The "+" is KVzap's (NVIDIA 2026, equation 3): attention times the norm of what
+the value adds to the residual stream, over that of what enters the attention block at the query;
+there the queries of the copy alone count.
 
 The queries are those of a probe that runs behind the prompt, at the positions that follow it; see
 `kvjax.cache.policy.probe`. Long prompts are repeated in parts of 2,048 tokens, each behind the
-whole prompt; a KV counts the largest of all parts. The budget is one over all layers and heads, the
-first 4 tokens and the newest one stay. KVs written by decode steps are not repeated and have metric
-0.
+whole prompt and the same request, where theirs names the last 8 tokens of the part before; a KV
+counts the largest of all parts. The budget is one over all layers and heads, the first 4 tokens and
+the newest one stay. KVs written by decode steps are not repeated and have metric 0.
 """
 
 import dataclasses
@@ -47,7 +48,8 @@ class Repeated(Probed):
 
     def probes(self, prompt: np.ndarray, at_hand: AtHand) -> list[Probe]:
         request, size = at_hand.request, min(CHUNK, at_hand.size)
-        return [Probe(part, len(request)) for part in repetitions(request, prompt, size)]
+        first = len(request) if self.plus else 0
+        return [Probe(part, first) for part in repetitions(request, prompt, size)]
 
     @property
     def artefacts(self) -> tuple[str, ...]:  # type: ignore[override]
