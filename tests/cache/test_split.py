@@ -33,22 +33,37 @@ def test_apportion_is_websters_method():
         assert np.asarray(split(share, low, high, total, 16)).tolist() == want
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("cap", "length"), [(40, 300), (64, 90), (24, 30), (8, 200)])
-def test_pyramids_are_those_of_the_oracle(exact, cap, length):
+def test_pyramids_are_those_of_the_oracle(exact, short, cap, length):
     layers, window = 6, 8
     none = np.zeros((layers, length, 2, 1), np.float32)
     prompt = Prompt(none, none, none, cap, 4)
-    want, _ = pyramid_layers(exact=exact)(prompt, window)
+    want, _ = pyramid_layers(exact=exact, short=short)(prompt, window)
     blocks = np.int32(cap * layers * 2 // 4)
 
     @jax.jit
     def tokens(blocks, window, length):
         budget = Budget.of(blocks, length, window, (0.0, 0.0), (layers, 2, 4))
-        return Pyramid(exact=exact).tokens(budget, {})
+        return Pyramid(exact=exact, short=short).tokens(budget, {})
 
     got = tokens(blocks, np.int32(window), np.int32(length))
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("ada-pyramidkv", [90, 86, 82, 78, 74, 70]), ("pyramidkv-exact", [80] * 6)],
+)
+def test_short_prompts_have_a_pyramid_in_ada_kvs_code_alone(name, want):
+    """Of 90 tokens 80: the first layer keeps all, for twice 48 beside its window are more."""
+    method = get_method(name)
+    blocks, length = jnp.int32(80 * 6 * 2 // 4), jnp.int32(90)
+    budget = Budget.of(blocks, length, method.protected, (0.0, 0.0), (6, 2, 4))
+    assert isinstance(method.allocator, ByLayer)
+    found = method.allocator.layers.tokens(budget, {})
+    np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
 def test_the_newest_get_a_share_of_the_cap_and_more_of_a_large_one():

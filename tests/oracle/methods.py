@@ -92,7 +92,7 @@ KEEPS: dict[str, Callable[[Prompt], Kept]] = {
     "ada-pyramidkv": keeps(
         SNAPKV_W32,
         protected=32,
-        layers_of=pyramid_layers(exact=True),
+        layers_of=pyramid_layers(exact=True, short=True),
         heads_of=ada_heads(0.2, 32),
     ),
     "ada-snapkv-kvpress": keeps_cheapest_of_layer(

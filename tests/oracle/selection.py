@@ -33,10 +33,10 @@ def even_layers(p: Prompt, window: int) -> tuple[list[float], int]:
     return [float(p.cap_tokens)] * p.layers, p.cap_blocks * p.layers * p.heads
 
 
-def pyramid_layers(*, exact: bool, beta: int = 20):
+def pyramid_layers(*, exact: bool, beta: int = 20, short: bool = False):
     def layers(p: Prompt, window: int) -> tuple[list[float], int]:
         base = max(0, p.cap_tokens - window)
-        if p.length < 2 * base or p.layers == 1:
+        if (p.length < 2 * base and not short) or p.layers == 1:
             return even_layers(p, window)
         low = base // beta
         high = 2 * base - low

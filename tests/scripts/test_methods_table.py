@@ -44,7 +44,10 @@ def test_rows_say_what_their_methods_do():
     assert TABLE.row(method) == (
         "`mine`",
         "SnapKV(window=5, pool=3, pool_kind=avg, group_first=True)",
-        "ByLayer(layers=Pyramid(beta=9, exact=False), heads=Ada(floor=0.3)); **more than the cap**",
+        (
+            "ByLayer(layers=Pyramid(beta=9, exact=False, short=False), heads=Ada(floor=0.3)); "
+            "**more than the cap**"
+        ),
         (
             "SpreadOverBits(unit=1, scope=head, share=0.5, compared=4, mode=paper, "
             "anchor=mean, pick=random, seed=0)"

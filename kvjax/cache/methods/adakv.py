@@ -3,8 +3,9 @@
 In each layer the H · base largest scores over all heads are counted per head, base = C − window; a
 head gets round((1 − α) · count + ⌊α · base⌋) tokens and its window. Scores are SnapKV's 32 / 7 /
 max, query heads averaged first, as in the authors' runs. α is 0.2 in their scripts and 0.5 in their
-README. `ada-pyramidkv` splits PyramidKV's layer budgets so. What kvpress calls Ada-KV is another
-rule: ⌊α · n⌋ KVs of each head are safe, of the rest the lowest of the layer go.
+README. `ada-pyramidkv` splits PyramidKV's layer budgets so, those of prompts below 2·B tokens as
+well, where PyramidKV's code has none. What kvpress calls Ada-KV is another rule: ⌊α · n⌋ KVs of
+each head are safe, of the rest the lowest of the layer go.
 """
 
 import dataclasses
@@ -85,7 +86,7 @@ METHODS: tuple[Method, ...] = (
         for name, floor in (("ada-snapkv", 0.2), ("ada-snapkv-a50", 0.5))
     ),
     ada_kv(
-        dataclasses.replace(_W32, allocator=ByLayer(Pyramid())),
+        dataclasses.replace(_W32, allocator=ByLayer(Pyramid(short=True))),
         "ada-pyramidkv",
         "PyramidKV's layer budgets, shared by the heads of a layer, α 0.2",
     ),
