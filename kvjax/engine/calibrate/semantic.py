@@ -82,7 +82,9 @@ def asked(tokenizer: Tokenizer, text: str, number: int, tokens: int) -> Asked:
     draw = Draw(90_000 + number)
     fact, (head, suffix) = drawn_fact(draw), turn_of(tokenizer)
     parts = [head, *fact.parts, f"\n\n{fact.question}{suffix}", fact.answer]
-    head, before, told, after, question, answer = (tokenizer.encode(part) for part in parts)
+    head, *inside, answer = parts
+    before, told, after, question = (tokenizer.encode(part, goes_on=True) for part in inside)
+    head, answer = tokenizer.encode(head), tokenizer.encode(answer)
     said, answer = [*before, *told, *after], answer[:ANSWER]
     room = tokens - sum(map(len, (head, said, question, answer)))
     if room < 1:
