@@ -145,7 +145,7 @@ class Alternating(Tokenizer):
             raise UserError("turns must alternate")
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
-    def encode(self, text):
+    def encode(self, text, *, goes_on=False):
         return list(text.encode())
 
 
