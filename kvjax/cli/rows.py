@@ -217,7 +217,7 @@ def table_beside(options: argparse.Namespace) -> Path:
 
     Raises:
         UserError: one of the two cannot be written, or is another file of the command, or a file
-            that was not named is somebody else's.
+            that was not named is somebody else's; --out is no file.
     """
     check_output_file("--out", options.out)
     if options.out.exists() and not options.out.is_file():

@@ -109,21 +109,25 @@ class Service:
             asked = CompressionConfig(method=method, rate=rate, floor=usual.floor)
             plain = asked if method != usual.method else usual
             rounds = [(False, plain), (True, asked)] if logprobs else [(False, plain)]
+            refused: dict[int, str] = {}
             for with_logprobs, settings in rounds:
-                served = [n for n in prompt_lens if self._serves(n, settings)]
+                found = {n: self._refusal(n, settings) for n in prompt_lens}
+                served = [n for n, why in found.items() if why is None]
+                refused |= {n: why for n, why in found.items() if why is not None}
                 await self.llm.warm_up(served, with_logprobs, settings)
+            for prompt_len, why in refused.items():
+                told = {"method": str(method), "prompt_len": prompt_len, "why": why}
+                log.info("not warmed up for", extra={"fields": told})
         self.ready = True
 
-    def _serves(self, prompt_len: int, compression: CompressionConfig) -> bool:
-        """Whether the engine can serve a prompt of this length, with what is told where it cannot:
-        a pool that is there for compressed caches need not hold a whole one."""
+    def _refusal(self, prompt_len: int, compression: CompressionConfig) -> str | None:
+        """Why the engine cannot serve a prompt of this length, if so: a pool that is there for
+        compressed caches need not hold a whole one."""
         try:
             warming.like(self.llm.llm, [prompt_len], False, compression)
         except UserError as error:
-            told = {"method": str(compression.method), "prompt_len": prompt_len, "why": str(error)}
-            log.info("not warmed up for", extra={"fields": told})
-            return False
-        return True
+            return str(error)
+        return None
 
     async def drain(self, seconds: float) -> int:
         """Take no more requests and let those that run end; after `seconds` they are aborted.

@@ -215,3 +215,10 @@ def test_what_cannot_be_served_is_not_warmed_up_and_all_else_is(serve, caplog):
         assert server.metric("compiled_steps") == steps
     (told,) = [r.fields for r in caplog.records if r.message == "not warmed up for"]
     assert (told["method"], told["prompt_len"]) == ("full", 400)
+
+
+def test_what_cannot_be_served_is_told_once(serve, caplog):
+    with serve(CompressionConfig(method="full"), **{**ONE, "pool_tokens": 160}) as server:
+        warm = server.service.warm_up([400], logprobs=True)
+        asyncio.run_coroutine_threadsafe(warm, server._loop).result(300)
+    assert [r.message for r in caplog.records].count("not warmed up for") == 1

@@ -64,23 +64,20 @@ class Remote:
         try:
             with self._httpx.Client(**self._options) as client:
                 response = client.request(method, path, json=body)
-                found = response.json()
+                found = response.json() if response.status_code == 200 else {}
         except (self._httpx.HTTPError, self._httpx.InvalidURL, ValueError) as error:
             url = self._options["base_url"]
             raise UserError(
                 f"--server {url}: it gives no answer ({type(error).__name__})"
             ) from error
-        told = found if isinstance(found, dict) else {}
         if response.status_code != 200:
-            error = told.get("error")
-            said = error.get("message") if isinstance(error, dict) else error
-            raise UserError(f"--server: {said or response.status_code}")
-        if wanted not in told:
+            raise UserError(f"--server: {_refusal(response)}")
+        if not isinstance(found, dict) or wanted not in found:
             raise UserError(
                 f"--server {self._options['base_url']}: it answers {path} without {wanted!r}: "
                 "give the address of a `kvjax serve`"
             )
-        return told
+        return found
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, as `source_tokens` asks a tokenizer for them."""
@@ -120,7 +117,7 @@ class Remote:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    return {**found, "error": response.json()["error"]["message"]}
+                    return {**found, "error": _refusal(response)}
                 async for line in response.aiter_lines():
                     if not line.startswith("data: {"):
                         continue
@@ -136,8 +133,21 @@ class Remote:
                         found["kvjax"] = event.get("kvjax")
         except self._httpx.HTTPError as error:
             return {**found, "error": type(error).__name__}
+        except (ValueError, LookupError, TypeError):
+            return {**found, "error": "a stream that is none of `kvjax serve`"}
         found["ended"] = time.perf_counter()
         return found
+
+
+def _refusal(response: Any) -> str:
+    """What a response other than 200 says, or its status: a proxy may have written it."""
+    try:
+        found = response.json()
+    except ValueError:
+        found = None
+    error = found.get("error") if isinstance(found, dict) else None
+    said = error.get("message") if isinstance(error, dict) else error
+    return str(said or f"status {response.status_code}")
 
 
 def measure_remote(
