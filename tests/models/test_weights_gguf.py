@@ -102,6 +102,23 @@ def test_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_params(load_params(tiny)[1], expected_params(CONFIG, random_tensors(CONFIG)))
 
 
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_a_single_kv_head_in_pieces(
+    tmp_path: Path, heads: int, weight_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are put back into order as a whole."""
+    config = dataclasses.replace(CONFIG, num_heads=heads, num_kv_heads=1)
+    values = random_tensors(config)
+    path = write_gguf(tmp_path / "one.gguf", config, values)
+    whole = load_params(path, weight_dtype=weight_dtype)[1]
+    monkeypatch.setattr(fill, "_PIECE", 1000)
+    found = load_params(path, weight_dtype=weight_dtype)[1]
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+    if weight_dtype is None:
+        assert_params(found, expected_params(config, values))
+
+
 @pytest.mark.parametrize("type_name", QUANTISED)
 @pytest.mark.parametrize("rows", [1, 64, 67])
 def test_dequantize_in_steps(type_name: str, rows: int) -> None:

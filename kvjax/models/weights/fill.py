@@ -125,15 +125,16 @@ class _Target:
 
     slot: TensorSlot
     units: np.ndarray
-    """[U, …], each of as many rows of the file; U > 1."""
+    """[U, …], each of as many rows of the file: whole heads of rotated ones."""
     scale: np.ndarray | None
     """[U, …], of the same rows, where weights are of few bits."""
 
     @classmethod
     def of(cls, slot: TensorSlot, weight: np.ndarray, scale: np.ndarray | None) -> "_Target":
-        units = _without_ones(_by_rows(slot, weight[slot.index]))
+        least = 2 if slot.rotated else 1
+        units = _without_ones(_by_rows(slot, weight[slot.index]), least + slot.inputs)
         if scale is not None:
-            scale = _without_ones(scale[slot.index[slot.inputs :]])
+            scale = _without_ones(scale[slot.index[slot.inputs :]], least)
         return cls(slot, units, scale)
 
     def pieces(self) -> Iterable[tuple[int, int]]:
@@ -178,9 +179,9 @@ def _by_rows(slot: TensorSlot, part: np.ndarray) -> np.ndarray:
     return part.transpose((*range(inputs, part.ndim), *range(inputs)))
 
 
-def _without_ones(part: np.ndarray) -> np.ndarray:
-    """The same without leading axes of one element."""
-    while part.ndim > 1 and part.shape[0] == 1:
+def _without_ones(part: np.ndarray, least: int) -> np.ndarray:
+    """The same without leading axes of one element, as long as more than `least` axes are left."""
+    while part.ndim > least and part.shape[0] == 1:
         part = part[0]
     return part
 
