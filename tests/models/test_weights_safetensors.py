@@ -133,6 +133,17 @@ def test_named_model(folder: Path) -> None:
     assert config == asked
 
 
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is called as its folder, or as the hub has it: not by a commit."""
+    folder = write_folder(tmp_path / "any-llama", CONFIG, random_tensors(CONFIG))
+    assert load_params(folder)[0].name == "any-llama"
+    monkeypatch.chdir(folder)
+    assert load_params(".")[0].name == "any-llama"
+    cached = tmp_path / "models--Org--Tiny-0.5B.v1" / "snapshots" / "7ae557604adf"
+    write_folder(cached, CONFIG, random_tensors(CONFIG))
+    assert load_params(cached)[0].name == "Tiny-0.5B.v1"
+
+
 def test_progress(folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     load_params(folder, dtype="bfloat16", progress=lambda *step: seen.append(step))

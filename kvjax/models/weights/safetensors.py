@@ -114,7 +114,18 @@ def read_hf_config(folder: Path, fallback: ModelConfig | None = None) -> ModelCo
     path = folder / "config.json"
     if not path.exists() and fallback is not None:
         return fallback
-    return config_from_hf(read_part(path).values, folder.name, str(path))
+    return config_from_hf(read_part(path).values, _name_of(folder), str(path))
+
+
+def _name_of(folder: Path) -> str:
+    """What the model in a folder is called: as the folder, or as on the hub.
+
+    The hub's cache has models--ORG--NAME/snapshots/COMMIT, and no name has two hyphens in a row.
+    """
+    *_, repository, kind, name = ("", "", *Path(os.path.abspath(folder)).parts)
+    if kind == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return name
 
 
 def read_part(path: Path) -> Fields:
