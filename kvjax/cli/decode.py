@@ -221,6 +221,7 @@ def request_settings(options: argparse.Namespace) -> tuple[CompressionConfig, Sa
         max_tokens=options.max_new_tokens,
         stop=tuple(options.stop),
         ignore_eos=options.ignore_eos,
+        goes_on=options.no_chat,
     )
     return compression, sampling
 

@@ -1,5 +1,6 @@
 """What an engine can serve: requests are checked before they are queued."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from kvjax.cache import CompressionConfig
@@ -36,6 +37,8 @@ def checked_request(
     ):
         if not isinstance(value, kind):
             raise UserError(f"{name_} {shown(value)}: give a {kind.__name__}")
+    if sampling.goes_on is None and isinstance(prompt, str):
+        sampling = dataclasses.replace(sampling, goes_on=True)
     compression = compression.chosen(llm.usual).in_tokens(llm.plan.spec)
     tokens = token_ids(prompt, llm.model.tokenizer, llm.model.config.vocab_size)
     if len(tokens) + sampling.max_tokens > llm.max_len:

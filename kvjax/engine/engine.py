@@ -134,8 +134,9 @@ class Engine:
         self.metrics.requests.inc()
 
     def _text_of(self, request: Request) -> RequestText:
-        tokenizer = self.tokenizer if request.sampling.detokenize else None
-        return RequestText(tokenizer, request.sampling.stop)
+        sampling = request.sampling
+        tokenizer = self.tokenizer if sampling.detokenize else None
+        return RequestText(tokenizer, sampling.stop, bool(sampling.goes_on))
 
     def end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request; the scheduler takes it out and its caller is told."""

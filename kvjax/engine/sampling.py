@@ -43,6 +43,9 @@ class SamplingParams:
     """Report the log-probability of each token, and of so many of the likeliest (at most 20)."""
     detokenize: bool = True
     """Turn tokens into text; without it there are no stop texts either."""
+    goes_on: bool | None = None
+    """The text goes on from the prompt's, and keeps the space before its first word; else, with
+    SentencePiece vocabularies, it has none there. None: where the prompt is a text, it does."""
 
     def __post_init__(self):
         # Sampled on the device in float32: what underflows there is refused here.
@@ -56,6 +59,8 @@ class SamplingParams:
             check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("detokenize", self.detokenize)
+        if self.goes_on is not None:
+            check_flag("goes_on", self.goes_on)
         object.__setattr__(self, "stop", self._checked_stop())
 
     def _checked_stop(self) -> tuple[str, ...]:

@@ -46,8 +46,9 @@ class StopStrings:
 class RequestText:
     """The text of one request, and how much of it was emitted."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str], goes_on: bool = False):
+        """Begin a text that is empty, which goes on from the prompt's or stands by itself."""
+        self._tokenizer, self._stop, self._goes_on = tokenizer, stop, goes_on
         self._eos = frozenset() if tokenizer is None else tokenizer.eos_ids
         self._emitted = 0
         self.restart()
@@ -57,7 +58,9 @@ class RequestText:
 
         What was emitted stays so.
         """
-        self._decoder = None if self._tokenizer is None else self._tokenizer.stream()
+        self._decoder = None
+        if self._tokenizer is not None:
+            self._decoder = self._tokenizer.stream(goes_on=self._goes_on)
         self._stops = StopStrings(self._stop)
         self._read = 0
         self.text = ""

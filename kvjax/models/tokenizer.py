@@ -109,10 +109,17 @@ class Tokenizer:
         """What one token stands for: perhaps a part of a character; marks are spelled out."""
         return self._token_bytes(index, skip_special_tokens=False)
 
-    def stream(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder for tokens as they come: its joined output equals `decode` of them all."""
+    def stream(self, skip_special_tokens: bool = True, *, goes_on: bool = False) -> StreamDecoder:
+        """A decoder for tokens as they come: its joined output equals `decode` of them all.
+
+        Args:
+          skip_special_tokens: whether special tokens are left out.
+          goes_on: whether they stand behind another text: what `decode` takes for the space of
+            SentencePiece vocabularies before the first word is a space of the text then.
+        """
         return StreamDecoder(
-            lambda index: self._token_bytes(index, skip_special_tokens), self._strip_leading_space
+            lambda index: self._token_bytes(index, skip_special_tokens),
+            self._strip_leading_space and not goes_on,
         )
 
     def render_chat(

@@ -285,7 +285,7 @@ class CompletionAnswer(Answer):
         if output.logprobs is None:
             return None
         entries = self._entries(output, seen)
-        decoder, letters = self._decoders.get(index) or (self._tokenizer.stream(), 0)
+        decoder, letters = self._decoders.get(index) or (self._tokenizer.stream(goes_on=True), 0)
         offsets = []
         for entry in entries:
             offsets.append(letters)

@@ -188,6 +188,7 @@ def samplings_of(body: Request, max_tokens: int, most: int) -> list[SamplingPara
         "stop": stop if isinstance(stop, str) else tuple(stop),
         "ignore_eos": body.ignore_eos,
         "logprobs": logprobs,
+        "goes_on": isinstance(body, CompletionRequest),
     }
     try:
         return [SamplingParams(**settings, seed=(seed + i) % 2**32) for i in range(count)]

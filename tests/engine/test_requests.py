@@ -8,6 +8,7 @@ import pytest
 from kvjax.cache import CompressionConfig
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError
+from kvjax.models.tokenizer import Tokenizer
 from tests.engine.serving import (
     FULL,
     HEADS,
@@ -20,7 +21,7 @@ from tests.engine.serving import (
     make_llm,
     prompts_of,
 )
-from tests.models.tokenizer_builders import TINY_BOS
+from tests.models.tokenizer_builders import TINY_BOS, write_sentencepiece_gguf
 
 
 def test_texts_are_prompts_too(tiny_params):
@@ -30,6 +31,23 @@ def test_texts_are_prompts_too(tiny_params):
     assert text.prompt_token_ids.tolist() == ids
     assert text.token_ids == same.token_ids
     assert text.token_ids != other.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "goes_on"),
+    [("Hello?", None, True), ([1, 2], None, False), ("Hello?", False, False), ([1], True, True)],
+)
+def test_a_text_goes_on_where_its_prompt_is_one(
+    tiny_params, prompt, asked, goes_on, tmp_path, monkeypatch
+):
+    llm = make_llm(tiny_params)
+    pieces = Tokenizer.from_path(write_sentencepiece_gguf(tmp_path / "pieces.gguf"))
+    word = pieces.encode("hello")
+    monkeypatch.setattr(llm.engine, "tokenizer", pieces)
+    request = llm.enqueue(prompt, SamplingParams(max_tokens=9, goes_on=asked))
+    _, text = llm.engine.intake.open[request.id]
+    request.tokens += word
+    assert text.emit(request, 0.0).text == ("hello" if not goes_on else " hello")
 
 
 def test_one_prompt_may_stand_alone(tiny_params):

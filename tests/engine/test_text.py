@@ -12,7 +12,14 @@ from kvjax.cache.methods import METHODS
 from kvjax.engine.request import Request, TokenLogprobs
 from kvjax.engine.sampling import SamplingParams
 from kvjax.engine.text import RequestText, StopStrings
-from tests.models.tokenizer_builders import TINY_BOS, TINY_BYTES, TINY_EOS, tiny_tokenizer
+from kvjax.models.tokenizer import Tokenizer
+from tests.models.tokenizer_builders import (
+    TINY_BOS,
+    TINY_BYTES,
+    TINY_EOS,
+    tiny_tokenizer,
+    write_sentencepiece_gguf,
+)
 
 TOKENIZER = tiny_tokenizer()
 EURO = [TINY_BYTES.index(byte) for byte in "€".encode()]
@@ -105,6 +112,18 @@ def test_a_character_comes_whole_and_half_of_one_at_the_end():
     _, outputs = told([EURO[:1], EURO[1:], [*ids("a"), *EURO[:2]]])
     assert [output.new_text for output in outputs] == ["", "€", "a\ufffd"]
     assert outputs[-1].text == "€a\ufffd"
+
+
+def test_a_text_that_goes_on_keeps_the_space_before_its_first_word(tmp_path):
+    tokenizer = Tokenizer.from_path(write_sentencepiece_gguf(tmp_path / "pieces.gguf"))
+    prompt, whole = tokenizer.encode("hello"), tokenizer.encode("hello hello hello")
+    for goes_on, expected in ((True, " hello hello"), (False, "hello hello")):
+        request = request_of()
+        text, joined = RequestText(tokenizer, (), goes_on), ""
+        for token in whole[len(prompt) :]:
+            request.tokens.append(token)
+            joined += text.emit(request, 0.0).new_text
+        assert text.text == joined == expected
 
 
 def test_half_a_character_after_the_start_of_a_stop_text():

@@ -14,12 +14,13 @@ from kvjax.cli.serve import KEY_VARIABLE, add_options, server_settings
 from kvjax.engine import RequestOutput, TokenLogprobs
 from kvjax.engine.request import FinishReason, RequestStats
 from kvjax.errors import UserError
-from kvjax.models.tokenizer import ByteTokenizer
+from kvjax.models.tokenizer import ByteTokenizer, Tokenizer
 from kvjax.serve.answers import ChatAnswer, CompletionAnswer, usage_of
 from kvjax.serve.errors import ApiError, of_validation
 from kvjax.serve.guard import host_name
-from kvjax.serve.jobs import compression_of
+from kvjax.serve.jobs import compression_of, samplings_of
 from kvjax.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest
+from tests.models.tokenizer_builders import write_sentencepiece_gguf
 
 MANY = 1000
 TURN = {"role": "user", "content": "x"}
@@ -94,6 +95,16 @@ def test_offsets_are_of_the_text_where_letters_are_several_tokens():
         assert other is not None
         assert other["text_offset"] == ([0] if end == 0 else [])
     assert found == one["text_offset"]
+
+
+def test_completions_go_on_from_their_prompts_and_turns_stand_by_themselves(tmp_path):
+    (one,) = samplings_of(CompletionRequest.model_validate({"prompt": "a"}), 5, 1)
+    (turn,) = samplings_of(ChatRequest.model_validate({"messages": [TURN]}), 5, 1)
+    assert (one.goes_on, turn.goes_on) == (True, False)
+    tokenizer = Tokenizer.from_path(write_sentencepiece_gguf(tmp_path / "pieces.gguf"))
+    found = CompletionAnswer("m", tokenizer)._logprobs(0, output(tokenizer.encode("hello l")), 0)
+    assert found is not None
+    assert found["text_offset"] == [0, len(" hello"), len(" hello ")]
 
 
 def test_the_end_of_a_turn_has_no_log_probability_unless_it_is_ignored():
