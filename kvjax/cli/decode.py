@@ -355,6 +355,11 @@ def run(options: argparse.Namespace) -> int:
     llm, sampling = make_engine(options, model, len(prompt), progress)
     show = Shown(sys.stderr if options.json else sys.stdout)
     output, status = answer(llm, prompt, sampling, show, progress)
+    if output.finish_reason == "error":
+        tokens = len(output.token_ids)
+        raise UserError(
+            f"the answer ended after {tokens} tokens, as the engine failed: {output.error}"
+        )
     found = llm.metrics.as_dict()
     for phase in ("compile", "prefill", "compress", "decode"):
         seconds[phase] = found[f'kvjax_seconds_total{{phase="{phase}"}}']

@@ -19,6 +19,7 @@ from kvjax.cli import Progress, main_of
 from kvjax.cli.main import run_command
 from kvjax.cli.models import chosen_calibration, chosen_method
 from kvjax.engine.calibrate import shelf
+from kvjax.engine.worker import Worker
 from kvjax.models import load_model
 from tests.scripts.conftest import SCRIPTS
 from tests.tiny import TINY
@@ -315,6 +316,20 @@ def test_a_rate_that_is_not_reached_is_told(tiny):
     assert code == 0
     assert "warning: rate 8: method full evicts nothing: leave one of them out\n" in err
     assert "budget" not in err
+
+
+@pytest.mark.parametrize("step", ["begin", "decode"])
+def test_an_engine_that_fails_is_no_small_pool(tiny, monkeypatch, step):
+    def fails(*_, **__):
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(Worker, step, fails)
+    code, out, err = tiny("--max-cache-tokens", 64)
+    assert code == 2
+    line = err.splitlines()[-1]
+    assert "the answer ended after " in line
+    assert "as the engine failed: " in line
+    assert "no memory is left" in line
 
 
 @pytest.mark.parametrize(
