@@ -197,7 +197,8 @@ def _filter(logits: Float[Array, "S V"], state: SamplingState) -> Float[Array, "
     probability = jax.nn.softmax(descending, axis=-1)
     rank = jnp.arange(logits.shape[-1])
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep = before < state.top_p[:, None]
+    # Sums of many probabilities may be rounded to 1 before the last of them.
+    keep = (before < state.top_p[:, None]) | (state.top_p[:, None] == 1)
     keep &= (state.top_k[:, None] == 0) | (rank < state.top_k[:, None])
     keep &= probability >= state.min_p[:, None] * probability[:, :1]
     least = jnp.min(jnp.where(keep | (rank == 0), descending, jnp.inf), axis=-1, keepdims=True)

@@ -10,6 +10,7 @@ import pytest
 from kvjax.engine.sampling import (
     SamplingParams,
     _draw,
+    _filter,
     effort_of,
     init_sampling,
     sample,
@@ -153,6 +154,12 @@ def test_a_draw_depends_on_seed_and_position_alone():
         position = jnp.asarray([15 - at, at, 9], jnp.int32)
         assert step(scores, batch, position).tolist() == [filtered[15 - at], alone[at], 0]
     assert (draws(dataclasses.replace(params, seed=8), 16) != alone).any()
+
+
+def test_rows_without_filters_keep_all_of_a_large_vocabulary_beside_others():
+    scores = 6 * jax.random.normal(jax.random.key(0), (4, 128_256))
+    state = jax.tree.map(lambda x: jnp.repeat(x, 4), sampling_row(SamplingParams(temperature=1.0)))
+    np.testing.assert_array_equal(jax.jit(_filter)(scores, state), scores)
 
 
 @pytest.mark.parametrize(
