@@ -88,6 +88,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="behind half of these contexts the model answers questions of its own",
     )
+    how.add_argument(
+        "--sheets",
+        action="store_true",
+        help="a quarter of them are tables, records, logs, code, rules and the like",
+    )
     add_devices_option(how)
     how.add_argument("--out", type=Path, help="file (MODEL.safetensors)")
     how.add_argument("--plot", type=Path, help="picture of the fit by layer")
@@ -103,6 +108,7 @@ def run(options: argparse.Namespace) -> int:
         exercises=options.exercises,
         trainings=options.trainings,
         own_words=options.own_words,
+        sheets=options.sheets,
     )
     if options.texts is not None:
         check_whole("--texts", options.texts, 2)

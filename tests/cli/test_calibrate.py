@@ -37,7 +37,7 @@ def data(tmp_path):
 def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     out, plot = tmp_path / "own.safetensors", tmp_path / "fit.png"
     command = ["--weights", str(tiny_folder), "--data", str(data), "--tokens", "96"]
-    command += ["--texts", "6", "--exercises", "2", "--trainings", "2", "--own-words"]
+    command += ["--texts", "6", "--exercises", "2", "--trainings", "2", "--own-words", "--sheets"]
     command += ["--out", str(out), "--plot", str(plot)]
     assert main_of(CALIBRATE, command) == 0
     said = capsys.readouterr()
@@ -52,8 +52,8 @@ def test_a_calibration_of_ones_own_texts(tiny_folder, data, tmp_path, capsys):
     assert np.mean([float(row[3]) - float(row[2]) for row in gained if row]) <= 0
     found = Calibration.load(out)
     assert found.recipe["source"] == "texts"
-    made_with = ("tokens", "exercises", "trainings", "own_words")
-    assert [found.recipe[name] for name in made_with] == ["96", "2", "2", "True"]
+    made_with = ("tokens", "exercises", "trainings", "own_words", "sheets")
+    assert [found.recipe[name] for name in made_with] == ["96", "2", "2", "True", "True"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     # Neither its state nor anything half written stays.
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "own.safetensors", "texts"]

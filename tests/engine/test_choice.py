@@ -24,6 +24,7 @@ from kvjax.engine.calibrate.exercises import (
 from kvjax.engine.calibrate.fit import Sums, solve
 from kvjax.engine.calibrate.generated import Draw, generated_text
 from kvjax.engine.calibrate.practice import Practice, practise
+from kvjax.engine.calibrate.sheets import question, sheet
 from kvjax.engine.dense import dense_pass
 from kvjax.eval.tasks.wordings import FACTS, KEYS, LISTS, NEEDLES, PASSKEYS
 from kvjax.models import load_model
@@ -235,7 +236,13 @@ def test_an_exercise_asks_what_the_context_says():
 
 def test_exercises_share_no_wording_with_the_evaluation():
     made = [drawn_fact(Draw(number)) for number in range(400)]
-    everything = "\n".join(f"{x.statement}\n{x.question}\n{x.answer}" for x in made)
+    said = [f"{x.statement}\n{x.question}\n{x.answer}" for x in made]
+    for number in range(60):
+        head, rows = sheet(Draw(number))
+        cells = [cell for _, found in rows for cell in found]
+        said += [head, *(line for line, _ in rows)]
+        said += [" ".join(question(Draw(i), cell, cells)) for i, cell in enumerate(cells[:40])]
+    everything = "\n".join(said)
     for split in ("dev", "test"):
         for wording in (*NEEDLES[split], *PASSKEYS[split], *FACTS[split], LISTS[split]):
             for sentence in wording[:3]:
@@ -357,13 +364,13 @@ def test_every_second_exercise_is_in_the_models_own_words(model, fitted, monkeyp
         def __init__(self, model):
             self.tokenizer = model.tokenizer
 
-        def exercise(self, texts, number, tokens):
-            made.append(("own", number))
-            return real(self.tokenizer, texts, number, tokens)
+        def exercise(self, texts, number, tokens, sheets):
+            made.append(("own", number, sheets))
+            return real(self.tokenizer, texts, number, tokens, sheets)
 
-    def of_facts(tokenizer, texts, number, tokens):
-        made.append(("facts", number))
-        return real(tokenizer, texts, number, tokens)
+    def of_facts(tokenizer, texts, number, tokens, sheets):
+        made.append(("facts", number, sheets))
+        return real(tokenizer, texts, number, tokens, sheets)
 
     real, patches = practising.exercise, {"exercise": of_facts, "OwnWords": Own, "HELD_OUT": 2}
     patches["loss"] = lambda config, change, *rest: sum(jnp.sum(x**2) for x in change)
@@ -372,12 +379,12 @@ def test_every_second_exercise_is_in_the_models_own_words(model, fitted, monkeyp
         monkeypatch.setattr(practising, name, with_)
     of_both = dataclasses.replace(PRACTICE, exercises=4, own_words=True)
     practise(model, TEXTS, fitted, of_both)
-    held_out = [("facts", practising.FIRST_HELD_OUT + number) for number in range(2)]
-    trained = [("facts", 0), ("own", 1), ("facts", 2), ("own", 3)]
+    held_out = [("facts", practising.FIRST_HELD_OUT + number, False) for number in range(2)]
+    trained = [("facts", 0, False), ("own", 1, False), ("facts", 2, False), ("own", 3, False)]
     assert made == [*held_out, *trained, *held_out]
     made.clear()
-    practise(model, TEXTS, fitted, dataclasses.replace(of_both, own_words=False))
-    assert {kind for kind, _ in made} == {"facts"}
+    practise(model, TEXTS, fitted, dataclasses.replace(of_both, own_words=False, sheets=True))
+    assert {(kind, sheets) for kind, _, sheets in made} == {("facts", True)}
 
 
 def test_every_exercise_is_compressed_little_and_much():

@@ -217,6 +217,19 @@ def test_a_question_in_the_context_is_its_own_as_well(model):
         assert found.first == [0]
 
 
+def test_sheets_are_asked_about_as_texts_are(model):
+    for number in range(1, 64, 2):
+        sheet = Setting.of(model.tokenizer, TEXTS, number, 900, sheets=True)
+        if not sheet.behind and not sheet.inside:
+            break
+    own = Told(model, QUESTIONS, ["It is 9 kg.", ""])
+    found = own.exercise(TEXTS, number, 900, sheets=True)
+    assert found.context == sheet.context
+    text = " ".join(model.tokenizer.decode(sheet.context).split())
+    for request in own.asked[0][0]:
+        assert request.partition('"')[2].rpartition('"')[0] in text
+
+
 def test_the_model_itself_is_asked(model):
     number = next(numbers(model, 400, False))
     own = OwnWords(model)

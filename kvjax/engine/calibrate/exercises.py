@@ -2,8 +2,9 @@
 
 Facts are planted in the calibration texts. Behind a context come questions about them and their
 answers, and a passage of the text that is quoted, or with which it goes on. In a third of the
-exercises a question stands in the compressed context itself, and the answer follows. No wording and
-no name is the evaluation's.
+exercises a question stands in the compressed context itself, and the answer follows. Where sheets
+are asked for, some contexts are rows of tables, records or code (`kvjax.engine.calibrate.sheets`).
+No wording and no name is the evaluation's.
 """
 
 import dataclasses
@@ -20,10 +21,13 @@ from kvjax.engine.calibrate.generated import (
     VERB,
     Draw,
 )
+from kvjax.engine.calibrate.sheets import question, sheet
 from kvjax.errors import UserError
 from kvjax.models.chat import ANY_DAY
 from kvjax.models.tokenizer import Tokenizer
 
+SHEETS = 4
+"""Every so manyth context is a sheet, where they are asked for."""
 ASKED = 2
 """Facts that are asked about behind one context."""
 SAID, SAID_INSIDE = 64, 24
@@ -169,7 +173,14 @@ class Setting:
     """For what follows."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: int) -> "Setting":
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        texts: Sequence[str],
+        number: int,
+        tokens: int,
+        sheets: bool = False,
+    ) -> "Setting":
         """That of exercise `number`; arguments and errors as of `exercise`."""
         draw = Draw(50_000 + number)
         head, suffix = turn_of(tokenizer)
@@ -177,6 +188,8 @@ class Setting:
         if number >= len(texts):
             # The second time a text begins elsewhere.
             text = text[draw.number(0, max(1, len(text) // 2)) :]
+        if sheets and draw.number(0, SHEETS) == 0:
+            return cls._of_sheet(tokenizer, text, draw, tokens)
         facts = [drawn_fact(draw) for _ in range(draw.number(2, 6))]
         inside = draw.number(0, 3) == 0
         room = tokens - sum(len(tokenizer.encode(fact.statement)) + 2 for fact in facts) - 60
@@ -189,6 +202,29 @@ class Setting:
         context = tokenizer.encode(head + ". ".join(sentences))
         begins = len(tokenizer.encode(head))
         return cls(context[:tokens], begins, suffix, facts, inside, behind, draw)
+
+    @classmethod
+    def _of_sheet(cls, tokenizer: Tokenizer, text: str, draw: Draw, tokens: int) -> "Setting":
+        """That of a sheet, which in a third of them stands behind the beginning of a text."""
+        head, suffix = turn_of(tokenizer)
+        inside = draw.number(0, 3) == 0
+        room = draw.number(tokens // 3, tokens - 60)
+        above, rows = sheet(draw)
+        if draw.number(0, 3) == 0:
+            ids = tokenizer.encode(text[: 16 * room])[: draw.number(16, room // 2)]
+            above = f"{tokenizer.decode(ids)}\n\n{above}"
+        lines, cells = [head + above], []
+        used = len(tokenizer.encode(lines[0]))
+        for line, said in rows:
+            used += len(tokenizer.encode(line)) + 1
+            if used > room and cells:
+                break
+            lines.append(line)
+            cells += said
+        asked = [cells[at] for at in draw.rng.permutation(len(cells))[:ASKED]]
+        facts = [Fact(cell.value, *question(draw, cell, cells), cell.value) for cell in asked]
+        context, begins = tokenizer.encode("\n".join(lines)), len(tokenizer.encode(head))
+        return cls(context[:tokens], begins, suffix, facts, inside, [], draw)
 
     def asked(self, tokenizer: Tokenizer, question: str) -> list[int]:
         """A question behind the context, and the end of the user's turn."""
@@ -222,7 +258,9 @@ class Setting:
         return question + passage.tolist(), len(question) - 1
 
 
-def exercise(tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: int) -> Exercise:
+def exercise(
+    tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: int, sheets: bool = False
+) -> Exercise:
     """Exercise `number` (0, 1, …), which follows from it and the texts alone.
 
     Args:
@@ -230,11 +268,12 @@ def exercise(tokenizer: Tokenizer, texts: Sequence[str], number: int, tokens: in
         texts: what contexts are made of, in turn.
         number: which.
         tokens: of a context at most, template and question included.
+        sheets: whether every `SHEETS`th context is a sheet.
 
     Raises:
         UserError: the chat template does not show what the user says.
     """
-    at = Setting.of(tokenizer, texts, number, tokens)
+    at = Setting.of(tokenizer, texts, number, tokens, sheets)
     facts = at.facts[:ASKED]
     asked = [at.asked(tokenizer, fact.question) for fact in facts]
     answers = [tokenizer.encode(fact.answer) for fact in facts]

@@ -62,19 +62,22 @@ class OwnWords:
         specs = weights, by_head, by_head, *(SAME,) * 5
         self._spoken = spread.jitted(functools.partial(spoken, spread.config), specs, SAME)
 
-    def exercise(self, texts: Sequence[str], number: int, tokens: int) -> Exercise:
+    def exercise(
+        self, texts: Sequence[str], number: int, tokens: int, sheets: bool = False
+    ) -> Exercise:
         """Exercise `number`: the context of `kvjax.engine.calibrate.exercises.exercise`.
 
         Args:
             texts: what contexts are made of, in turn.
             number: which.
             tokens: of a context at most, template and question included.
+            sheets: whether some contexts are sheets.
 
         Raises:
             UserError: the chat template does not show what the user says.
         """
         tokenizer = self._model.tokenizer
-        setting = Setting.of(tokenizer, texts, number, tokens)
+        setting = Setting.of(tokenizer, texts, number, tokens, sheets)
         draw, context = Draw(90_000 + number), setting.context
         padded = np.pad(context, (0, padded_room(tokens) - len(context))).astype(np.int32)
         memory = *self._heard(self._model.params, padded), len(context)

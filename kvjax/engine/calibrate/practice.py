@@ -56,6 +56,8 @@ class Practice:
     """Of Adam (Kingma & Ba 2015) at first; it falls to a twentieth along a cosine."""
     own_words: bool = False
     """Whether every second exercise is in the model's own (`kvjax.engine.calibrate.own_words`)."""
+    sheets: bool = False
+    """Whether some contexts are sheets (`kvjax.engine.calibrate.sheets`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +177,11 @@ def practise(
     own_words = OwnWords(model) if practice.own_words else None
 
     def studied(number: int) -> Any:
+        given = texts, number, practice.tokens, practice.sheets
         if own_words is not None and number < FIRST_HELD_OUT and number % EVERY:
-            of = own_words.exercise(texts, number, practice.tokens)
+            of = own_words.exercise(*given)
         else:
-            of = exercise(model.tokenizer, texts, number, practice.tokens)
+            of = exercise(model.tokenizer, *given)
         return look(model.params, *of.padded(room)), len(of.context)
 
     def blocks(length: int, rate: float) -> np.int32:

@@ -54,6 +54,9 @@ SUMMED = ("reads", "scores", "query", "query_size")
 SAVE_EVERY = 8
 """Texts between two states on disk."""
 
+AS_SET = ("exercises", "trainings", "own_words", "sheets")
+"""Settings that the training takes as they are."""
+
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, how much there is."""
 
@@ -81,6 +84,9 @@ class CalibrationSettings:
     own_words: bool = False
     """Whether the model asks and answers half of them itself
     (`kvjax.engine.calibrate.own_words`)."""
+    sheets: bool = False
+    """Whether a quarter of them are tables, records, logs, code and the like
+    (`kvjax.engine.calibrate.sheets`)."""
     references: int = 16
     """Tokens whose queries are written down, for `kvjax.cache.methods.matched`."""
 
@@ -94,6 +100,7 @@ class CalibrationSettings:
         check_whole("trainings", self.trainings, 1)
         check_whole("exercise_tokens", self.exercise_tokens, 256, 2**20)
         check_flag("own_words", self.own_words)
+        check_flag("sheets", self.sheets)
         check_whole("references", self.references, 1, 4096)
 
 
@@ -167,9 +174,8 @@ def calibrate(
     def train(fitted: Fitted) -> Practised:
         room = model.config.max_position_embeddings - SAID
         tokens = min(settings.exercise_tokens, room)
-        practice = Practice(
-            settings.exercises, settings.trainings, tokens, own_words=settings.own_words
-        )
+        same = {name: getattr(settings, name) for name in AS_SET}
+        practice = Practice(tokens=tokens, **same)
         of_choice = kept and kept.with_name(kept.name + OF_CHOICE)
         return practise(
             model, texts, fitted, practice, state=of_choice, key=key, progress=progress
