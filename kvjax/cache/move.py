@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from kvjax.cache.evict import (
     MAX_KVS_PER_STEP,
@@ -97,13 +97,14 @@ def move_cache(
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
         threshold = schedule.threshold[group, layer]
         evicted = row_evictions(method, found, context_len, evictions, threshold, now, layer, table)
+        source, target, moves = plan = move_plan(evicted, context_len)
+        folded = None
         if method.merger is not None:
             held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
             goes, stays = evicted & held, held & ~evicted
-            kv, window = _merged(
+            folded, window = _merged(
                 method.merger, artefacts, now, table, slot, layer, found, goes, stays, seq_len
             )  # fmt: skip
-        source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
 
@@ -114,6 +115,9 @@ def move_cache(
         source, target = slot_of(source), slot_of(target)
         moves = (source, target, count.reshape(-1))
         kv = kv.move(*moves)
+        if folded is not None:
+            stay = jnp.where(_staying(cache, context_len, evictions), table, n)
+            kv = _rewritten(kv, stay, folded, plan)
         return (kv, jax.tree.map(lambda pool: move_rows(pool, *moves), numbers), window), None
 
     # Gathered keys and values are d times the size of a metric: keep them far below the pool.
@@ -141,8 +145,7 @@ def _unshared(
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         count = jnp.where((slot < cache.num_slots)[:, None], schedule.count[group, layer], 0)
-        column = jnp.arange(cache.max_blocks, dtype=jnp.int32)
-        stays = (count > 0)[..., None] & (column < blocks_for(rows[1] - count, b)[..., None])
+        stays = _staying(cache, rows[1], count)
         if method.merger is None:
             numbers = (cache.metric, cache.position, cache.state)
             found = row_scores(method, numbers, rows, schedule.protected[group])
@@ -175,6 +178,15 @@ def _unshared(
     return dataclasses.replace(cache, block_table=table), schedule
 
 
+def _staying(
+    cache: PagedCache, context_len: Int32[Array, "R H"], count: Int32[Array, "R H"]
+) -> Bool[Array, "R H M"]:
+    """The blocks that stay of heads that give up so many KVs; none of those that give up none."""
+    column = jnp.arange(cache.max_blocks, dtype=jnp.int32)
+    left = blocks_for(context_len - count, cache.block_size)
+    return (count > 0)[..., None] & (column < left[..., None])
+
+
 def _merged(
     merger: Merger,
     artefacts: Artefacts,
@@ -186,9 +198,9 @@ def _merged(
     goes: Bool[Array, "R H T"],
     stays: Bool[Array, "R H T"],
     seq_len: Int32[Array, "R H"],
-) -> tuple[KVPool, KVWindow | None]:
-    """The pool with what goes from some (slot, layer) pairs folded into what stays there, and so
-    the window."""
+) -> tuple[tuple[Float[Array, "R H T d"], Float[Array, "R H T d"]], KVWindow | None]:
+    """What is stored of some (slot, layer) pairs, by logical index, once what goes is folded into
+    what stays, and the window of these."""
     rows = (*goes.shape, -1)
     kv, window = cache.kv, cache.window
     stored, v = (x.reshape(rows) for x in kv.read(table))
@@ -206,8 +218,26 @@ def _merged(
     k_rows = cache.changed_keys(layer, stored, k, k_rows)
     if window is not None:
         window = window.changed(slot, layer, k_rows, v_rows)
-    blocks = (*table.shape, kv.shape[1], -1)
-    return kv.rewrite(table, k_rows.reshape(blocks), v_rows.reshape(blocks)), window
+    return (k_rows, v_rows), window
+
+
+def _rewritten(
+    kv: KVPool,
+    table: Int32[Array, "R H M"],
+    folded: tuple[Float[Array, "R H T d"], Float[Array, "R H T d"]],
+    plan: tuple[Int32[Array, "R H U"], Int32[Array, "R H U"], Bool[Array, "R H U"]],
+) -> KVPool:
+    """The pool, in which KVs have moved, with their folded rows in the blocks of a table: those
+    that survivors moved out of may be others', too."""
+    source, target, moves = plan
+    *row, _ = jnp.indices(source.shape, sparse=True)
+
+    def blocks(rows: Float[Array, "R H T d"]) -> Float[Array, "R H M b d"]:
+        at = (*row, jnp.where(moves, target, rows.shape[2]))
+        moved = jnp.take_along_axis(rows, source[..., None], axis=2)
+        return rows.at[at].set(moved, mode="drop").reshape(*table.shape, kv.shape[1], -1)
+
+    return kv.rewrite(table, *map(blocks, folded))
 
 
 def _found_again(

@@ -61,3 +61,47 @@ def test_what_goes_is_folded_into_what_stays(way):
             np.testing.assert_allclose(x.v, want[x.position], rtol=1e-5, atol=1e-6)
             assert np.array_equal(x.k, k[layer, x.position, h])
     assert changed
+
+
+@dataclasses.dataclass(frozen=True)
+class AllTwiceAsLarge(Merger):
+    """Changes every row of a head that gives up any, those of KVs that go, too."""
+
+    def fold(self, k, v, position, score, dropped, kept, seq_len, artefacts):
+        factor = jnp.where(jnp.any(dropped, axis=-1), 2.0, 1.0)[:, None, None]
+        return factor * k, factor * v
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_what_others_hold_too_is_not_folded_into(stored):
+    """Survivors leave blocks that others own, and these keep what they had."""
+    rng = np.random.default_rng(1)
+    k, v = (rng.standard_normal((L, T, H, D)).astype(np.float32) for _ in range(2))
+    metric = rng.random((L, H, T)).astype(np.float32)
+    method = PLAIN._with(merger=AllTwiceAsLarge(), protected=2)
+
+    def held(cache, slot):
+        table, length = cache.block_table[slot], np.asarray(cache.context_len[slot])
+        rows = [np.asarray(x).reshape(L, H, -1, D) for x in cache.kv.read(table)]
+        return [x[at][: length[at]] for x in rows for at in np.ndindex(L, H)]
+
+    found = []
+    for sharing in (False, True):
+        cache = kv.init_cache(
+            num_slots=2, num_layers=L, num_kv_heads=H, head_dim=D, num_blocks=80,
+            max_blocks_per_head=8, block_size=B, codec=kv.as_codec(stored, "float32"),
+            sharing=sharing,
+        )  # fmt: skip
+        cache, ok = jax.jit(kv.write_prompt)(cache, jnp.int32(0), k, v, metric, T)
+        assert ok
+        before = held(cache, 0)
+        if sharing:
+            cache, ok = jax.jit(kv.share)(cache, jnp.int32(0), jnp.int32(1))
+            assert ok
+        slot = jnp.full(1, int(sharing), jnp.int32)
+        cache, _ = jax.jit(kv.compress)(cache, slot, jnp.full(1, 9, jnp.int32), method)
+        kv.check_invariants(cache)
+        found.append(held(cache, int(sharing)))
+    assert all(map(np.array_equal, before, held(cache, 0)))
+    assert all(map(np.array_equal, *found))
+    assert not all(map(np.array_equal, before, found[0]))
