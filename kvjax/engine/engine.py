@@ -333,7 +333,9 @@ class Engine:
                 fitted = bool(self.worker.place(job, request.slot))
                 held = self.worker.on_host(self.worker.cache.context_len[request.slot])
             if not fitted:
-                self.scheduler.note_unplaced(self.worker.free_blocks())
+                freed = int(self.worker.on_host(job.freed))
+                stays = request.blocks_whole(len(job.tokens)) - freed
+                self.scheduler.note_unplaced(request, stays, self.worker.free_blocks())
                 return
             self.scheduler.note_chunk(held, self.worker.free_blocks(), True)
             self.metrics.evicted(int(self.worker.on_host(job.freed)))

@@ -146,8 +146,10 @@ class Scheduler:
         self.accounts.give_back(_slot_of(request), blocks)
         request.since_compression = 0
 
-    def note_unplaced(self, free: np.ndarray | int) -> None:
-        """What was to be retained found no room; it comes again."""
+    def note_unplaced(self, request: Request, blocks: int, free: np.ndarray | int) -> None:
+        """What was to be retained of a prompt, so many blocks, found no room; it comes again when
+        there is room for as many."""
+        request.unevictable = max(0, blocks - (request.budget or 0))
         self.accounts.free[:] = free
         self._chunk_fitted = False
 
@@ -322,7 +324,7 @@ class Scheduler:
                     self._chunk_fitted = True
                     yield Chunk(request, used, job.in_pool and request.compressed_first)
                     if not self._chunk_fitted:
-                        yield from self._make_room(progress=False)
+                        yield from self._make_room(progress=False, prompt=request)
                         return
                 elif not (job.in_pool or self.fits(request)):
                     return
@@ -331,7 +333,7 @@ class Scheduler:
                     self._chunk_fitted = True
                     yield Retain(request)
                     if not self._chunk_fitted:
-                        yield from self._make_room(progress=False)
+                        yield from self._make_room(progress=False, prompt=request)
                         return
                 elif through and (job.in_pool or self.fits(request)):
                     yield Insert(request)
@@ -436,8 +438,13 @@ class Scheduler:
         inside = self.running if self.prefilling is None else [self.prefilling, *self.running]
         return [r for r in inside if self.accounts.owned[_slot_of(r)].any()]
 
-    def _make_room(self, progress: bool) -> Iterator[Decision]:
-        """Blocks ran out: compress, and only where that does not help preempt the newest."""
+    def _make_room(self, progress: bool, prompt: Request | None = None) -> Iterator[Decision]:
+        """Blocks ran out: compress, and only where that does not help preempt the newest.
+
+        Args:
+            progress: whether any request has new tokens.
+            prompt: the request whose prompt has found too few, if that is what has.
+        """
         free, retained = self.accounts.num_free, bool(self.prefixes)
         yield from self._forget()
         if retained:
@@ -458,8 +465,10 @@ class Scheduler:
             if self.accounts.num_free > free:
                 return
         self._compressed_in_vain = False
-        # Where nobody holds any, none can be freed for the chunk that has found too few.
-        holders = self.holders() or [r for r in (self.prefilling,) if r is not None]
+        holders = self.holders()
+        if prompt is not None and prompt not in holders:
+            # It holds none yet, and all the same nobody older gives way to it.
+            holders.append(prompt)
         if not holders:
             return
         newest = max(holders, key=lambda r: r.order)

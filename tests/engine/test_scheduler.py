@@ -257,6 +257,22 @@ def test_a_chunk_without_room_preempts_the_newest():
     assert [r.finish_reason for r in device.ended] == ["length", "pool"]
 
 
+def test_nobody_gives_way_to_a_newer_prompt_that_holds_nothing_yet():
+    """Somebody took the blocks that it was let in for, before its first chunk."""
+    device = Device(100 * HEADS)
+    older, long = request_of(0, 40, max_tokens=100), request_of(1, 150)
+    device.scheduler.add(older)
+    while not device.scheduler.running:
+        device.round()
+    device.scheduler.add(long)
+    whole, device.num_blocks = device.num_blocks, int(device.owned().sum()) + HEADS
+    assert device.round()[:3] == [Begin(long), Chunk(long, 32, False), Preempt(long)]
+    device.num_blocks = whole
+    device.scheduler.accounts.free[:] = device.free
+    device.rounds()
+    assert [r.finish_reason for r in (older, long)] == ["length", "length"]
+
+
 def rules_of(decisions) -> list:
     return [decision.rule for decision in decisions if isinstance(decision, Decode)]
 

@@ -13,6 +13,7 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.decisions import Preempt
 from kvjax.engine.memory import plan_memory
 from kvjax.engine.metrics import EngineMetrics
+from kvjax.engine.request import Request
 from kvjax.engine.scheduler import Scheduler
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
@@ -154,6 +155,21 @@ def test_what_cannot_be_evicted_is_made_room_for():
     assert request.blocks_to_admit() == HEADS * (5 + 1)
     # The device reports what is free, and it gave none to the first.
     assert scheduler.accounts.num_free == (20 - 4 - 11) * HEADS
+
+
+def test_nobody_ends_for_a_document_that_keeps_more_than_it_may(tiny_params, monkeypatch):
+    """What has to stay of it does not fit beside who runs: it comes again when that has ended."""
+    other, document = prompts_of(60, 33)
+    small = CompressionConfig(method="key-norm", max_cache_tokens=12, protected=8)
+    llm = make_llm(tiny_params, pool_tokens=92, share_prefix="auto")
+    older = llm.add_request(other, greedy(20), FULL)
+    while not llm.scheduler.running:
+        llm.step()
+    newer = llm.enqueue(document, greedy(3), small, shared=len(document)).id
+    monkeypatch.setattr(Request, "budget_at", lambda request, length: 9 * HEADS)
+    last = drain(llm)
+    assert [last[name].finish_reason for name in (older, newer)] == ["length"] * 2
+    assert [last[name].stats.preemptions for name in (older, newer)] == [0, 1]
 
 
 @pytest.mark.parametrize("before_preemption", [True, False])
