@@ -95,6 +95,11 @@ class LLM:
         """Why this engine has stopped for good, or None. See `reset`."""
         return self.recovery.dead
 
+    def check_lives(self) -> None:
+        """Raise `UserError` where the engine has stopped for good."""
+        if self.dead is not None:
+            raise UserError(f"the engine is {self.dead}; call reset()")
+
     def reset(self) -> None:
         """Make a new cache and go on, after the engine died or at any other time.
 
@@ -216,8 +221,7 @@ class LLM:
         """The request that was queued, as `add_request` says; of its prompt, so many tokens as
         `shared` says are retained for others."""
         try:
-            if self.dead is not None:
-                raise UserError(f"the engine is {self.dead}; call reset()")
+            self.check_lives()
             if request_id is None:
                 request_id = self.engine.intake.new_id()
             check_text("request_id", request_id)
@@ -339,7 +343,8 @@ class LLM:
         """Retain what `save_prefix` wrote. Returns its tokens.
 
         Raises:
-            UserError: it is no such file, or of another model or other settings, or has no room.
+            UserError: it is no such file, or of another model or other settings, or has no room;
+                the engine is dead.
         """
         return retaining.put(self, retaining.read(self, self.worker, path, compression))
 

@@ -130,6 +130,7 @@ def read(
 def put(llm: "LLM", prefix: Saved) -> int:
     """Retain a prefix that was read. Returns its tokens."""
     with llm.engine.owner("load_prefix"), held():
+        llm.check_lives()
         logits = None if prefix.logits is None else jnp.asarray(prefix.logits)
         if not llm.engine.keeper.load(prefix.tokens, prefix.settings, logits, prefix.held):
             raise UserError(f"prefix {prefix.path}: no room for its blocks; give a larger pool")

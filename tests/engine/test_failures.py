@@ -223,6 +223,17 @@ def test_a_step_that_fails_on_the_device_is_noticed(tiny_params):
     assert_alive(llm, tiny_params)
 
 
+def test_a_dead_engine_loads_no_prefix_until_it_is_reset(tiny_params, tmp_path):
+    llm, path = make_llm(tiny_params, share_prefix="auto"), tmp_path / "document.safetensors"
+    llm.save_prefix(path, prompts_of(20)[0])
+    jax.tree.map(lambda x: x.delete(), llm.worker.cache.kv)
+    llm.generate(prompts_of(5), greedy(2))
+    with pytest.raises(UserError, match=r"the engine is dead: .*; call reset\(\)$"):
+        llm.load_prefix(path)
+    llm.reset()
+    assert llm.load_prefix(path) == 20
+
+
 def test_reset_ends_what_is_open(tiny_params, expected):
     llm = make_llm(tiny_params)
     names = add_all(llm)
