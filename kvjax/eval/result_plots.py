@@ -187,6 +187,8 @@ def plot_bytes(rows: Sequence[Result], protocol: str) -> Figure | None:
     texts = [l.task for l in full if l.metric == "nll"]
     panels = [("score", scored, 100, 1), ("kl", texts, 1, -1)]
     panels = [panel for panel in panels if panel[1]]
+    if not panels:
+        return None
     figure = new_figure(2 + 4.5 * max(2, len(panels)), 4 + 0.06 * len(methods))
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (value, tasks, factor, better) in zip(grid, panels):

@@ -120,6 +120,9 @@ def test_types_are_compared_over_their_bytes():
     assert best.get_xdata() == pytest.approx([16, 64])
     assert best.get_ydata() == pytest.approx([0.75, 0.875])
     assert plot_bytes(rows(), "prompt") is None
+    # Nothing that the full cache knows, and no text: there are no numbers to draw.
+    unknown = [{**row, "score": 0.0} for row in several if row["task"] == "needle"]
+    assert plot_bytes(unknown, "prompt") is None
 
 
 def test_the_frontier_is_what_nothing_beats():
