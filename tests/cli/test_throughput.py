@@ -166,7 +166,7 @@ def test_a_peer_is_asked_for_the_same_load(throughput, tmp_path):
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/peer.py" "$2"\n')
     program.chmod(0o755)
     given = ("--rate", "v", "--input-len", 60, "--pool-tokens", 240, "--peer-python", program)
-    code, (ours, theirs), err = throughput(*SMALL, *given)
+    code, (ours, theirs), err = throughput(*SMALL, *given, "--kv-dtype", "bfloat16")
     assert code == 0, err
     load = theirs["load"]
     assert (load["num_prompts"], load["input_len"], load["output_len"]) == (6, 60, 8)
@@ -176,7 +176,9 @@ def test_a_peer_is_asked_for_the_same_load(throughput, tmp_path):
     # As many as the pool holds whole.
     assert load["batch"] == 240 // 68
     assert load["warmup"] is ("--no-warmup" not in SMALL)
-    same = ("model", "input_len", "output_len", "num_prompts", "pool_tokens", "dtype", "device")
+    # As wide as the model itself.
+    assert (load["dtype"], theirs["dtype"], ours["dtype"]) == ("float32", "float32", "bfloat16")
+    same = ("model", "input_len", "output_len", "num_prompts", "pool_tokens", "device")
     assert [theirs[name] for name in same] == [ours[name] for name in same]
     assert "peer" in err
 

@@ -27,7 +27,11 @@ SHAPES = (
 
 
 def ask_peer(options: Any, model: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """The peer's row for the load of `row`, which has one prompt length."""
+    """The peer's row for the load of `row`, which has one prompt length.
+
+    The peer has the model's dtype, whatever keys and values are stored in here.
+    """
+    from kvjax.cli.models import dtype_of
     from kvjax.errors import UserError
     from kvjax.models.architectures import config_to_hf
 
@@ -36,7 +40,8 @@ def ask_peer(options: Any, model: Any, row: dict[str, Any]) -> dict[str, Any]:
     load = {name: shapes[name] for name in SHAPES}
     load |= {
         "max_position_embeddings": max(tokens, shapes["max_position_embeddings"]),
-        **{name: row[name] for name in ("dtype", "num_prompts", "input_len", "output_len")},
+        **{name: row[name] for name in ("num_prompts", "input_len", "output_len")},
+        "dtype": dtype_of(options),
         "batch": max(1, min(row["num_prompts"], row["pool_tokens"] // tokens)),
         "warmup": options.warmup,
     }
@@ -46,8 +51,9 @@ def ask_peer(options: Any, model: Any, row: dict[str, Any]) -> dict[str, Any]:
     except (OSError, subprocess.CalledProcessError) as error:
         told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise UserError(f"--peer-python {options.peer_python}: {told[-1]}") from error
-    same = ("model", "input_len", "output_len", "num_prompts", "pool_tokens", "dtype", "device")
-    return {name: row[name] for name in same} | json.loads(done.stdout.splitlines()[-1])
+    same = ("model", "input_len", "output_len", "num_prompts", "pool_tokens", "device")
+    own = {name: row[name] for name in same} | {"dtype": load["dtype"]}
+    return own | json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
