@@ -137,7 +137,10 @@ def test_a_request_of_a_trace_waits_from_its_arrival(throughput, tmp_path, monke
 @pytest.mark.parametrize(
     "arguments",
     [("--trace", "t", "--plot-dir", "d"), ("--trace", "t", "--input-len", 9),
-     ("--server", "http://127.0.0.1:9", "--pool-tokens", 9)],
+     ("--server", "http://127.0.0.1:9", "--pool-tokens", 9),
+     ("--server", "http://127.0.0.1:9", "--kv-dtype", "int8"),
+     ("--server", "http://127.0.0.1:9", "--peer-python", sys.executable),
+     ("--repeated-word", "--no-limits", "--prompt-file", "f")],
 )  # fmt: skip
 def test_options_that_say_nothing_are_refused(throughput, arguments):
     code, _, err = throughput(*arguments)

@@ -6,6 +6,7 @@ import pytest
 
 from kvjax.cli import main_of
 from kvjax.cli.main import main
+from kvjax.cli.throughput import remote
 from tests.serve.conftest import ONE
 
 
@@ -27,6 +28,21 @@ def test_a_server_under_load(shared, capsys, tmp_path):
     assert full["reached_rate"] == 1
     assert half["reached_rate"] > 1.5
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_server_is_asked_to_repeat_a_word(shared, capsys, monkeypatch):
+    seen = []
+    whole = remote.Remote.serve
+
+    async def serve(self, prompts, arrivals, settings):
+        seen.extend(prompts)
+        return await whole(self, prompts, arrivals, settings)
+
+    monkeypatch.setattr(remote.Remote, "serve", serve)
+    arguments = ["throughput", "--server", shared.url, "--input-len", "60", "--output-len", "6"]
+    arguments += ["--num-prompts", "2", "--rate", "v", "--repeated-word"]
+    assert main_of(main, arguments) == 0, capsys.readouterr().err
+    assert [len(set(prompt.tolist())) for prompt in seen] == [1, 1]
 
 
 def test_servers_that_give_no_answer(capsys, serve):

@@ -48,11 +48,14 @@ EMULATED = {"l4": 19_500, "h100": 40_000}
 """KV pools, in tokens, of the papers' two cards beside their models' weights."""
 
 UNUSED = (
+    ("kv_dtype", "server", "the server has a pool of its own"),
     ("pool_tokens", "server", "the server has a pool of its own"),
     ("emulate", "server", "the server has a pool of its own"),
+    ("peer_python", "server", "a peer is compared with an engine here"),
     ("plot_dir", "server", "pictures are of engines here"),
     ("plot_dir", "trace", "pictures are of prompts of one length"),
     ("input_len", "trace", "a trace has lengths of its own"),
+    ("prompt_file", "repeated_word", "prompts of one word are cut from no text"),
 )
 """Options that say nothing beside another one, and why."""
 MOST = 10_000_000
@@ -125,11 +128,11 @@ def check(options: argparse.Namespace) -> None:
                 f"--request-rate {options.request_rate:g}: prompts of --input-len are submitted "
                 "all at once: leave it out, or give --trace or --server"
             )
+    given = {**vars(options), "kv_dtype": options.cache_dtype}
     for name, other, why in UNUSED:
-        if getattr(options, name) and getattr(options, other):
-            raise UserError(
-                f"--{name.replace('_', '-')} with --{other}: {why}; leave one of them out"
-            )
+        if given[name] and given[other]:
+            both = f"--{name} with --{other}".replace("_", "-")
+            raise UserError(f"{both}: {why}; leave one of them out")
     check_whole("--seed", options.seed, 0)
     SamplingParams(temperature=options.temperature, max_tokens=options.output_len)
     if options.emulate and options.pool_tokens is not None:
@@ -193,13 +196,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def load_server(options: argparse.Namespace) -> int:
     """Rows of a server: one for each length and rate."""
-    from kvjax.cli.throughput.remote import Remote, measure_remote, source_of
-    from kvjax.cli.throughput.work import Arrival, at_rate, read_trace
+    from kvjax.cli.throughput.remote import Remote, measure_remote
+    from kvjax.cli.throughput.work import Arrival, at_rate, read_trace, source_tokens
 
     # As the server reads it: any of several will do.
     keys = (options.api_key or os.environ.get("KVJAX_API_KEY") or "").split(",")
     remote = Remote(options.server, next(filter(None, keys), None))
-    source = source_of(remote, options.prompt_file)
+    source = source_tokens(remote, options.prompt_file, repeated=options.repeated_word)
     if options.trace is not None:
         arrivals = at_rate(
             read_trace(options.trace, options.num_prompts), options.request_rate, options.seed
@@ -235,11 +238,9 @@ def run(options: argparse.Namespace) -> int:
     if options.server is not None:
         return load_server(options)
 
-    import numpy as np
-
     from kvjax.cli.throughput.limits import measure_limits
     from kvjax.cli.throughput.measure import check_context, lengths_of, measure
-    from kvjax.cli.throughput.work import REPEATED, Arrival, at_rate, read_trace, source_tokens
+    from kvjax.cli.throughput.work import Arrival, at_rate, read_trace, source_tokens
     from kvjax.engine.compilation import enable_compilation_cache
 
     trace = None
@@ -249,10 +250,7 @@ def run(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
         model, _ = load_chosen_model(options, progress)
-        if options.repeated_word:
-            source = np.asarray(model.tokenizer.encode(REPEATED)[:1], np.int32)
-        else:
-            source = source_tokens(model.tokenizer, options.prompt_file)
+        source = source_tokens(model.tokenizer, options.prompt_file, repeated=options.repeated_word)
         if trace is None:
             works = [
                 ([n] * options.num_prompts, [Arrival(0.0, n, options.output_len)])

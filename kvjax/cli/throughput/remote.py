@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.checks import shown
 from kvjax.cli.throughput.measure import percentiles
-from kvjax.cli.throughput.work import MOST_CHARACTERS, Arrival, prompts_of, source_tokens
+from kvjax.cli.throughput.work import MOST_CHARACTERS, Arrival, prompts_of
 from kvjax.errors import UserError
 from kvjax.extras import check_extra
 
@@ -224,8 +224,3 @@ def measure_remote(
 
 USUAL_METHOD = "kv-compress-continual"
 """`--method` where nothing is said: a server has a method of its own."""
-
-
-def source_of(remote: Remote, prompt_file: str | None) -> np.ndarray:
-    """Tokens of the text that prompts are cut from."""
-    return source_tokens(remote, prompt_file)

@@ -37,8 +37,11 @@ class Arrival:
     output_len: int
 
 
-def source_tokens(tokenizer: Any, prompt_file: str | None) -> np.ndarray:
-    """Tokens of the text that prompts are cut from: a file, or Python's own documentation."""
+def source_tokens(tokenizer: Any, prompt_file: str | None, *, repeated: bool = False) -> np.ndarray:
+    """Tokens of the text that prompts are cut from: a file, or Python's own documentation; the
+    first of one word where they are to repeat it."""
+    if repeated:
+        return np.asarray(tokenizer.encode(REPEATED)[:1], np.int32)
     if prompt_file is None:
         from pydoc_data.topics import topics
 
