@@ -18,6 +18,8 @@ SAID = {
     "tasks": ("--tasks", None),
     "length": ("--length", None),
     "protocols": ("--protocols", "chat"),
+    "free_tokens": ("--free-tokens", 32),
+    "split": ("--split", "test"),
     "floor": ("--floor", 0),
     "block_size": ("--block-size", None),
     "max_new_tokens": ("--max-new-tokens", None),

@@ -199,6 +199,7 @@ def test_bad_input_gets_one_line(tiny, arguments, says):
         *(("--quick",), ("--no-answers",), ("--prompts", "x"), ("--tasks", "needle")),
         *(("--rates", "2"), ("--length", "99"), ("--protocols", "agnostic"), ("--floor", "1")),
         *(("--block-size", "8"), ("--max-new-tokens", "2"), ("--kv-dtype", "int8")),
+        *(("--split", "dev"), ("--free-tokens", "16")),
     ],
 )
 def test_what_a_table_says_itself_is_refused(tiny, arguments):
