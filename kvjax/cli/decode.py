@@ -308,7 +308,11 @@ def answer(
     with warnings.catch_warnings():
         # `tell_reached_rate` has said it.
         warnings.simplefilter("ignore", RateWarning)
-        name = llm.add_request(prompt, sampling)
+        try:
+            name = llm.add_request(prompt, sampling)
+        except UserError as error:
+            # Scratch and chunk are one size here, with one option.
+            raise UserError(str(error).replace("prefill_scratch", "--prefill-chunk")) from error
     progress("compile and prefill")
     output, status = None, 0
     try:

@@ -174,6 +174,10 @@ def test_a_pool_that_would_run_full_is_refused_with_the_size_that_does(tiny):
         (("--temperature", "-1"), "temperature -1.0"),
         (("--top-p", "2"), "top_p 2.0"),
         (("--prefill-chunk", "8"), "prefill_chunk of 8"),
+        (
+            ("--method", "kvzip", "--prefill-chunk", "256"),
+            "--prefill-chunk is 256; give a larger one",
+        ),
         (("--plot", "/no/such/folder/kept.png"), "no such folder"),
         (("--plot", "kept.nonsense"), "--plot 'kept.nonsense': there are no such pictures"),
         (("--draft", "x", "--method", "h2o"), "--draft 'x': no method here looks ahead"),
