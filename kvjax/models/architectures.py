@@ -90,6 +90,10 @@ def _rope(hf: Fields) -> tuple[float, RopeScaling | None]:
     their own: what transformers takes where a file says a thing twice."""
     scaling = hf.object("rope_scaling")
     scaling = scaling if scaling.values else hf.object("rope_parameters")
+    if nested := [key for key, value in scaling.values.items() if isinstance(value, dict)]:
+        raise UserError(
+            f"{hf.where}: rope_parameters by kind of layer ({shown(nested[0])}) are not supported"
+        )
     theta = scaling.number("rope_theta", hf.number("rope_theta", 10_000.0))
     partial = scaling.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -162,6 +166,13 @@ def _check_window(hf: Fields, architecture: Architecture, num_layers: int, longe
 
 def _config(hf: Fields, name: str) -> ModelConfig:
     architecture = _architecture(hf)
+    quantized = hf.object("quantization_config")
+    if quantized.values:
+        raise UserError(
+            f"weights quantized by {shown(quantized.text('quant_method') or 'some method')} "
+            "(quantization_config) are not supported: give the checkpoint that they were made "
+            "from, with --weight-dtype int8 for fewer bits, or a GGUF file"
+        )
     num_layers = _whole(hf, "num_hidden_layers")
     longest = hf.whole("max_position_embeddings", 2048)
     _check_window(hf, architecture, num_layers, longest)

@@ -237,6 +237,7 @@ def test_defaults_of_sparse_config_json():
     config = config_from_hf(hf)
     assert (config.num_kv_heads, config.head_dim, config.rope_scaling) == (32, 128, None)
     assert config.name == "LlamaForCausalLM"
+    assert config_from_hf({**hf, "quantization_config": None}) == config
     unsaid = ("rope_theta", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
     config = config_from_hf({key: value for key, value in hf.items() if key not in unsaid})
     assert (config.rope_theta, config.rms_norm_eps) == (10_000.0, 1e-6)
@@ -251,6 +252,12 @@ def test_defaults_of_sparse_config_json():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "by kind of layer .'full_attention'",
+        ),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized by 'awq'"),
+        ({"quantization_config": {"bits": 4}}, "quantized by 'some method'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"mlp_bias": True}, "mlp_bias is not supported"),

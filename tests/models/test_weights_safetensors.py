@@ -214,6 +214,15 @@ def test_damaged_header(folder: Path) -> None:
     assert "damaged" in failure(folder)
 
 
+def test_one_shard_needs_no_index(tmp_path: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    path = write_folder(tmp_path / "model", CONFIG, tensors, shards=1)
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    assert_params(load_params(path)[1], expected_params(CONFIG, tensors))
+    (path / "model-00001-of-00001.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    assert "model.safetensors.index.json; get it as well" in failure(path)
+
+
 def test_missing_shard(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "model", CONFIG, random_tensors(CONFIG), shards=3)
     (path / "model-00002-of-00003.safetensors").unlink()

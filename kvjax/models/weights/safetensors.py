@@ -161,8 +161,10 @@ def _shards(folder: Path) -> list[Path]:
     if not whole:
         raise UserError(f"{folder} has no safetensors files")
     shard_counts = {file.stem.rpartition("-of-")[2] for file in whole if "-of-" in file.stem}
-    if len(whole) > 1 or shard_counts:
-        raise UserError(f"{folder} has several safetensors files, but no {_INDEX}; get it as well")
+    if len(whole) > 1 or any(int(count) != 1 for count in shard_counts if count.isdecimal()):
+        raise UserError(
+            f"{folder} has files of a checkpoint of several, but no {_INDEX}; get it as well"
+        )
     return whole
 
 
