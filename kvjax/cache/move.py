@@ -24,7 +24,6 @@ from kvjax.cache.policy.merge import Merger
 from kvjax.cache.policy.observe import of_layer
 from kvjax.cache.policy.score import Artefacts
 from kvjax.cache.store import (
-    KVPool,
     KVWindow,
     PagedCache,
     agreed,
@@ -37,6 +36,9 @@ from kvjax.cache.store import (
     unshare,
 )
 from kvjax.cache.store.paged import UNWRITTEN
+
+Rows = tuple[Float[Array, "R H T d"], Float[Array, "R H T d"]]
+"""Keys, as they are stored, and values of some (slot, layer) pairs, by logical index."""
 
 
 def move_plan(
@@ -97,14 +99,14 @@ def move_cache(
         evictions = jnp.where(in_range, schedule.count[group, layer], 0)
         threshold = schedule.threshold[group, layer]
         evicted = row_evictions(method, found, context_len, evictions, threshold, now, layer, table)
-        source, target, moves = plan = move_plan(evicted, context_len)
-        folded = None
+        merged = None
         if method.merger is not None:
             held = jnp.arange(evicted.shape[-1], dtype=jnp.int32) < context_len[..., None]
             goes, stays = evicted & held, held & ~evicted
-            folded, window = _merged(
+            merged, window = _merged(
                 method.merger, artefacts, now, table, slot, layer, found, goes, stays, seq_len
             )  # fmt: skip
+        plan = source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
 
@@ -114,10 +116,13 @@ def move_cache(
 
         source, target = slot_of(source), slot_of(target)
         moves = (source, target, count.reshape(-1))
+        # What is read of the pool is, before any of it moves: else it would be copied.
+        kv, merged = jax.lax.optimization_barrier((kv, merged))
         kv = kv.move(*moves)
-        if folded is not None:
-            stay = jnp.where(_staying(cache, context_len, evictions), table, n)
-            kv = _rewritten(kv, stay, folded, plan)
+        if merged is not None:
+            # Not before: blocks that go may be others' as well.
+            into = jnp.where(_written(cache, context_len, evictions), table, n)
+            kv = kv.rewrite(into, *(_moved(rows, plan, into, b) for rows in merged))
         return (kv, jax.tree.map(lambda pool: move_rows(pool, *moves), numbers), window), None
 
     # Gathered keys and values are d times the size of a metric: keep them far below the pool.
@@ -145,7 +150,7 @@ def _unshared(
         slot, layer, group = batch
         rows = head_rows(cache, slot, layer)
         count = jnp.where((slot < cache.num_slots)[:, None], schedule.count[group, layer], 0)
-        stays = _staying(cache, rows[1], count)
+        stays = _written(cache, rows[1], count)
         if method.merger is None:
             numbers = (cache.metric, cache.position, cache.state)
             found = row_scores(method, numbers, rows, schedule.protected[group])
@@ -178,10 +183,11 @@ def _unshared(
     return dataclasses.replace(cache, block_table=table), schedule
 
 
-def _staying(
+def _written(
     cache: PagedCache, context_len: Int32[Array, "R H"], count: Int32[Array, "R H"]
 ) -> Bool[Array, "R H M"]:
-    """The blocks that stay of heads that give up so many KVs; none of those that give up none."""
+    """Which blocks may be written to of heads that give up so many KVs: what is left of those that
+    lose any."""
     column = jnp.arange(cache.max_blocks, dtype=jnp.int32)
     left = blocks_for(context_len - count, cache.block_size)
     return (count > 0)[..., None] & (column < left[..., None])
@@ -198,9 +204,9 @@ def _merged(
     goes: Bool[Array, "R H T"],
     stays: Bool[Array, "R H T"],
     seq_len: Int32[Array, "R H"],
-) -> tuple[tuple[Float[Array, "R H T d"], Float[Array, "R H T d"]], KVWindow | None]:
-    """What is stored of some (slot, layer) pairs, by logical index, once what goes is folded into
-    what stays, and the window of these."""
+) -> tuple[tuple[Rows, Rows], KVWindow | None]:
+    """Keys and values of some (slot, layer) pairs, as they are stored and with what goes folded
+    into what stays, and the window with the same."""
     rows = (*goes.shape, -1)
     kv, window = cache.kv, cache.window
     stored, v = (x.reshape(rows) for x in kv.read(table))
@@ -218,26 +224,24 @@ def _merged(
     k_rows = cache.changed_keys(layer, stored, k, k_rows)
     if window is not None:
         window = window.changed(slot, layer, k_rows, v_rows)
-    return (k_rows, v_rows), window
+    return ((stored, v), (k_rows, v_rows)), window
 
 
-def _rewritten(
-    kv: KVPool,
-    table: Int32[Array, "R H M"],
-    folded: tuple[Float[Array, "R H T d"], Float[Array, "R H T d"]],
+def _moved(
+    rows: Rows,
     plan: tuple[Int32[Array, "R H U"], Int32[Array, "R H U"], Bool[Array, "R H U"]],
-) -> KVPool:
-    """The pool, in which KVs have moved, with their folded rows in the blocks of a table: those
-    that survivors moved out of may be others', too."""
+    table: Int32[Array, "R H M"],
+    block_size: int,
+) -> tuple[Float[Array, "R H M b d"], Float[Array, "R H M b d"]]:
+    """Keys and values by where their KVs are after the moves of a plan (`move_plan`), in blocks."""
     source, target, moves = plan
-    *row, _ = jnp.indices(source.shape, sparse=True)
-
-    def blocks(rows: Float[Array, "R H T d"]) -> Float[Array, "R H M b d"]:
-        at = (*row, jnp.where(moves, target, rows.shape[2]))
-        moved = jnp.take_along_axis(rows, source[..., None], axis=2)
-        return rows.at[at].set(moved, mode="drop").reshape(*table.shape, kv.shape[1], -1)
-
-    return kv.rewrite(table, *map(blocks, folded))
+    size = rows[0].shape[2]
+    place = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), rows[0].shape[:3])
+    row, head, _ = jnp.indices(target.shape, sparse=True)
+    place = place.at[row, head, jnp.where(moves, target, size)].set(source, mode="drop")
+    k, v = (jnp.take_along_axis(x, place[..., None], axis=2) for x in rows)
+    blocks = (*table.shape, block_size, -1)
+    return k.reshape(blocks), v.reshape(blocks)
 
 
 def _found_again(

@@ -131,7 +131,7 @@ def test_what_is_kept_is_not_encoded_again(name: str, head_dim: int, b: int):
     rows = [jnp.asarray(rng.standard_normal((6, b, head_dim)), jnp.float32) for _ in "kv"]
     pool = pool.write((blocks,), *rows)
     k, v = pool.read(blocks)
-    changed = pool.rewrite(blocks, k.at[2, 1].set(rows[1][0, 0]), v)
+    changed = pool.rewrite(blocks, (k, v), (k.at[2, 1].set(rows[1][0, 0]), v))
     got = changed.read(blocks)
     np.testing.assert_array_equal(got[1], v)
     different = np.asarray(got[0] != k).any(-1)

@@ -100,6 +100,11 @@ def test_no_method_copies_the_pool(step, method):
     assert temporaries(step, method) < 1 / 10
 
 
+def test_a_merger_copies_no_pool():
+    # Of a few rows it has the keys and values as they were and as they are then.
+    assert temporaries(compress, "kvmerger") < 1 / 6
+
+
 @pytest.mark.parametrize(
     ("step", "stored"),
     [

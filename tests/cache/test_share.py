@@ -13,6 +13,7 @@ from kvjax import cache as kv
 from kvjax.cache.store import unshare_slots
 from tests.cache import programs
 from tests.cache.pair import Geometry, clean, heads_of, host, jitted, levels, of_host, poison
+from tests.cache.test_merger import METHOD as MERGING
 from tests.oracle import KV, audit
 from tests.oracle.sharing import SharingOracle, recounted
 
@@ -262,6 +263,36 @@ def test_who_has_no_room_for_copies_takes_none_from_those_behind():
     shared.compress([1, 3], [L * H, 2 * L * H - 1])
     after = np.asarray(shared.cache.context_len).sum(axis=(1, 2))
     assert (before - after).tolist() == [0, 0, 0, 2, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4+", "int4w3"])
+def test_what_a_merger_changes_is_nobody_elses(dtype):
+    """Survivors of blocks that go are changed where they move to: two that evict what they share
+    have what each would have alone, and a third is left with all of it."""
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((L, 19, H, 8)).astype(np.float32) for _ in range(2))
+    metric = rng.random((L, H, 19)).astype(np.float32)
+    found = []
+    for sharing in (True, False):
+        cache = kv.init_cache(
+            num_slots=3, num_layers=L, num_kv_heads=H, head_dim=8, num_blocks=120,
+            max_blocks_per_head=M, block_size=B, sharing=sharing,
+            codec=kv.as_codec(dtype, "float32"),
+        )  # fmt: skip
+        for slot in range(3):
+            if sharing and slot:
+                cache, ok = share(cache, 0, slot)
+            else:
+                cache, ok = jitted("write_prompt")(cache, slot, k, v, metric, 19)
+            assert ok
+        slots, keep = jnp.asarray([1, 2], jnp.int32), jnp.asarray([9, 12], jnp.int32)
+        cache, report = jax.jit(kv.compress)(cache, slots, keep, MERGING)
+        assert report.freed.tolist() == [11, 8]
+        kv.check_invariants(cache)
+        rows = [x.reshape(3, L, H, M * B, 8) for x in cache.kv.read(cache.block_table)]
+        held = (np.arange(M * B) < cache.context_len[..., None])[..., None]
+        found.append((cache.context_len, *(np.where(held, x, 0) for x in rows), cache.window))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,15 @@ class KVPool:
     def rewrite(
         self,
         blocks: Int32[Array, "*n"],
-        k: Float[Array, "... b d"],
-        v: Float[Array, "... b d"],
+        old: tuple[Float[Array, "... b d"], Float[Array, "... b d"]],
+        new: tuple[Float[Array, "... b d"], Float[Array, "... b d"]],
     ) -> "KVPool":
-        """With other rows in some blocks. Those that are what `read` gave stay as they are stored,
-        and are not encoded a second time."""
+        """With new keys and values in some blocks; ids of N are passed over. Those that are what
+        `read` gave of them, the old ones, stay as they are stored, and are not encoded a second
+        time."""
         if isinstance(self.codec, Plain):
-            return self.write((blocks,), k, v)
-        same = [jnp.all(new == old, axis=-1) for new, old in zip((k, v), self.read(blocks))]
+            return self.write((blocks,), *new)
+        same = [jnp.all(new == old, axis=-1) for old, new in zip(old, new, strict=True)]
 
         def chosen(same, old, new):
             def of_array(old, new):
@@ -133,13 +134,12 @@ class KVPool:
 
             return jax.tree.map(of_array, old, new)
 
-        parts = self._encoded(k, v)
-        places = [blocks] if self.fine is None else [blocks, self.fine.of(blocks)]
-        parts = [
-            tuple(map(chosen, same, self._gathered(place), part))
-            for place, part in zip(places, parts, strict=True)
-        ]
-        return self._with(blocks, [], parts)
+        pool, places = self, [blocks] if self.fine is None else [blocks, self.fine.of(blocks)]
+        for place, part in zip(places, self._encoded(*new), strict=True):
+            # Of one place after the other: what was read before is written would be a copy.
+            stored = map(chosen, same, pool._gathered(place), part)
+            pool = pool._with_stored((place,), *stored)
+        return pool
 
     def write_newest(
         self,
