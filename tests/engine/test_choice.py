@@ -338,8 +338,8 @@ def test_several_trainings_are_one_mean(model, fitted, monkeypatch):
     def middle(config, params, context, *rest):
         return context[0] / 4
 
-    def marked(tokenizer, texts, number, tokens):
-        found = real(tokenizer, texts, number, tokens)
+    def marked(tokenizer, texts, number, *rest):
+        found = real(tokenizer, texts, number, *rest)
         held_out = number == practising.FIRST_HELD_OUT
         return dataclasses.replace(found, context=[2 if held_out else 4 if number < 10 else 1])
 
@@ -349,7 +349,7 @@ def test_several_trainings_are_one_mean(model, fitted, monkeypatch):
     one = practise(model, TEXTS, fitted, PRACTICE)
     both = practise(model, TEXTS, fitted, dataclasses.replace(PRACTICE, trainings=2))
     monkeypatch.setattr(
-        practising, "exercise", lambda t, x, number, n: marked(t, x, number + 10 * (number < 10), n)
+        practising, "exercise", lambda t, x, n, *rest: marked(t, x, n + 10 * (n < 10), *rest)
     )
     other = practise(model, TEXTS, fitted, PRACTICE)
     assert not np.array_equal(one.weight, fitted.weight)
