@@ -235,11 +235,12 @@ def _methods(options: argparse.Namespace) -> list[str]:
     """Names of the methods asked for; of those that --quick and all stand for, the ones that can
     run on so many devices."""
     from kvjax.cache.methods import get_method
+    from kvjax.engine.parallel import on_one_device
 
     names = choose_methods(options.methods, calibrated=True)
     if options.tensor_parallel == 1 or options.methods not in SEVERAL:
         return names
-    alone = [name for name in names if get_method(name).across_heads]
+    alone = [name for name in names if on_one_device(get_method(name))]
     if alone:
         print(f"left out, as they need a single device: {', '.join(alone)}", file=sys.stderr)
     return [name for name in names if name not in alone]

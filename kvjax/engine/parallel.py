@@ -399,9 +399,14 @@ def check_replicas(devices: int, replicas: int, model: ModelConfig | None = None
         )
 
 
+def on_one_device(method: Method) -> bool:
+    """Whether a method cannot run on several devices."""
+    return method.across_heads or method.sparse is not None
+
+
 def check_on_devices(method: Method, devices: int) -> None:
-    """Raise `UserError` where a method cannot run on several devices."""
-    if devices > 1 and (method.across_heads or method.sparse is not None):
+    """Raise `UserError` where a method cannot run on so many devices."""
+    if devices > 1 and on_one_device(method):
         why = "its scores join heads that lie on several devices"
         if method.sparse is not None:
             why = "its sparse prefill runs on a single device"

@@ -5,10 +5,12 @@ import functools
 
 import pytest
 
+from kvjax.cache import get_method
 from kvjax.cache.config import CALIBRATED
 from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import run_command
 from kvjax.cli.rows import choose_methods, fill_in
+from kvjax.engine.parallel import check_on_devices
 from kvjax.errors import UserError
 
 EVALUATE = functools.partial(run_command, "evaluate")
@@ -39,6 +41,8 @@ def test_quick_names_what_there_is(capsys):
         every = choose_methods(wanted, calibrated=True)
         left = set(every) - set(evaluate._methods(options))
         assert alone <= left < set(every)
+        for name in set(every) - left:
+            check_on_devices(get_method(name), 2)
         said = capsys.readouterr().err
         assert all(name in said for name in alone)
         assert evaluate._methods(options_of(*given)) == every
