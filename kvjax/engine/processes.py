@@ -279,7 +279,14 @@ def _address(coordinator: str) -> tuple[str, int]:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
         raise UserError(f"--coordinator {shown(coordinator)}: give HOST:PORT of process 0, or auto")
-    return host.strip("[]"), int(port)
+    host = host.strip("[]")
+    try:
+        host.encode("idna")  # as sockets do
+    except UnicodeError as error:
+        raise UserError(
+            f"--coordinator {shown(coordinator)}: {shown(host)} can be no host ({error})"
+        ) from error
+    return host, int(port)
 
 
 def join(

@@ -169,6 +169,7 @@ def test_what_went_wrong_because_another_one_ended_says_so(two):
         (("node0:x", 2, 0, 1), "give HOST:PORT"),
         (("node0:0", 2, 0, 1), "give HOST:PORT"),
         ((":80", 2, 0, 1), "give HOST:PORT"),
+        (("node0..cluster:80", 2, 1, 1), "'node0..cluster' can be no host"),
         (("node0:80", 0, 0, 1), "--num-processes 0: give a whole number from 1"),
         (("node0:80", 2, 2, 1), "--process-id 2: give a whole number from 0 to 1"),
         (("node0:80", 2, -1, 1), "--process-id -1"),
