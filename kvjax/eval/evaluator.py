@@ -69,13 +69,17 @@ class Evaluator:
     def heads(self) -> int:
         return self.spec.heads
 
+    def asked(self, row: Row) -> Row:
+        """The row with answers of no more tokens than the configuration allows."""
+        most = self.config.max_new_tokens
+        if most is None or most >= row.max_new_tokens:
+            return row
+        return dataclasses.replace(row, max_new_tokens=most)
+
     def tokenise(self, row: Row) -> TokenRow:
         """The row's tokens; see `kvjax.eval.rows.tokenise`."""
-        most = self.config.max_new_tokens
-        if most is not None and most < row.max_new_tokens:
-            row = dataclasses.replace(row, max_new_tokens=most)
-        size = self.model.config.vocab_size
-        return tokenise(row, self.model.tokenizer, self.limit, self.config.max_target, size)
+        tokenizer, size = self.model.tokenizer, self.model.config.vocab_size
+        return tokenise(self.asked(row), tokenizer, self.limit, self.config.max_target, size)
 
     def _run(
         self, key: Any, fn: Callable, *args, out: Any = SAME, donate: tuple[int, ...] = ()
@@ -193,6 +197,7 @@ class RowRun:
             tokens: its tokens.
             peaks: whether a codec reads `DensePass.peak`.
         """
+        row = evaluator.asked(row)
         self.evaluator, self.row = evaluator, row
         self.model = evaluator.model
         if row.metric == "own":
@@ -201,9 +206,7 @@ class RowRun:
         self.prompt, self.target = tokens.prompt, tokens.target
         self.generates = evaluator.config.answers and needs_answer(row.metric)
         config = evaluator.config
-        self.new_tokens = 0
-        if self.generates:
-            self.new_tokens = min(row.max_new_tokens, config.max_new_tokens or row.max_new_tokens)
+        self.new_tokens = row.max_new_tokens if self.generates else 0
         # A continuation has no question to answer; of a summary as much is looked at as is scored.
         room = evaluator.limit - self.answers[-1].opened
         free = row.max_new_tokens if row.metric == "own" else config.free_tokens

@@ -339,6 +339,13 @@ def test_what_the_full_cache_says_by_itself_is_the_target(tiny_model, protocol):
         assert (result["metric"], result["score"], result["free"]) == ("own", None, None)
 
 
+def test_what_the_full_cache_says_by_itself_is_as_short_as_is_asked_for(tiny_model):
+    evaluator = Evaluator(tiny_model, dataclasses.replace(CONFIG, max_new_tokens=3))
+    row = make_row(metric="own", target="", answer_prefix="", max_new_tokens=6)
+    (result,) = run_row(evaluator, row, ["chat"], [Variant("full", 1.0)]).values()
+    assert (result["target_tokens"], len(result["free_answer"])) == (3, 3)
+
+
 @pytest.mark.parametrize("protocol", ["chat", "agnostic"])
 @pytest.mark.parametrize("metric", ["em", "f1"])
 def test_free_answers_come_from_the_compressed_cache(tiny_model, protocol, metric):
