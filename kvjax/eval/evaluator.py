@@ -31,7 +31,7 @@ from kvjax.eval.probing import Probes
 from kvjax.eval.prompt_rows import PromptRows
 from kvjax.eval.rows import Row, TokenRow, tokenise
 from kvjax.eval.scorers import needs_answer
-from kvjax.eval.sizes import EvaluatorConfig, Variant, cache_spec, padded_size
+from kvjax.eval.sizes import EvaluatorConfig, Variant, cache_spec, head_room, padded_size
 from kvjax.models import LoadedModel
 from kvjax.models.rope import rope_artefacts
 
@@ -245,9 +245,7 @@ class RowRun:
         fed = len(self.prompt) - cut
         room = padded_size(max(1, len(chunk)), 8)
         growth = max(fed + self.new_tokens, self.answers[-1].opened - cut + self.free_tokens)
-        # A block more: what a head holds of the prompt need not end with a full one.
-        spare = self.evaluator.config.block_size
-        most = self.size + padded_size(max(1, growth), 64) + spare
+        most = head_room(self.size, growth, self.evaluator.config.block_size)
         cuts = self.evaluator.cut(self, cut, chunk, fed, room, growth)
         for stored in dict.fromkeys(variant.cache_dtype for variant in variants):
             cache = self.evaluator.empty_cache(most, stored)
@@ -317,7 +315,7 @@ def _own_answer(evaluator: Evaluator, row: Row, tokens: TokenRow) -> np.ndarray:
     run = RowRun(evaluator, asked, dataclasses.replace(tokens, target=target))
     end = len(run.prompt)
     cut = Cut(run, end, run.everything[end:end], 0, padded_size(1, 8), most)
-    room = run.size + padded_size(most, 64) + evaluator.config.block_size
+    room = head_room(run.size, most, evaluator.config.block_size)
     cache, _, _ = cut.admit(evaluator.empty_cache(room), [Variant("full", 1.0)])
     first = np.full(evaluator.config.num_slots, run.full_top[0])
     cache, said, _ = cut._decode(cache, None, first, 1, 0, most)

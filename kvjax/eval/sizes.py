@@ -115,6 +115,13 @@ def padded_size(size: int, least: int) -> int:
     return -(-size // step) * step
 
 
+def head_room(prompt: int, growth: int, block_size: int) -> int:
+    """Tokens that a head has room for, in whole blocks, where the full cache of `prompt` tokens
+    grows by so many. What is held of the prompt need not end with a full block."""
+    blocks = -(-prompt // block_size) + -(-padded_size(max(1, growth), 64) // block_size)
+    return (blocks + 1) * block_size
+
+
 def kept_blocks(variant: Variant, length: int, heads: int, config: EvaluatorConfig) -> int:
     """Blocks that a variant may keep of a prompt of `length` tokens, over all its heads.
 

@@ -447,6 +447,14 @@ def test_more_variants_than_slots_and_equal_cuts(evaluator):
     assert set(first["seconds"]) == {"prefill", "select", "score", "decode"}
 
 
+def test_blocks_that_no_padded_size_divides_into_have_room(tiny_model):
+    config = EvaluatorConfig(block_size=256, num_slots=2, free_tokens=4)
+    (result,) = run_row(
+        Evaluator(tiny_model, config), make_row(context="x" * 300), ["chat"], [Variant("full", 1.0)]
+    ).values()
+    assert result["kvs"] == result["kvs_full"]
+
+
 def test_rates_mean_what_they_say():
     assert rate_blocks(1024, 4, 90, 16) == 1024 * 90 // 64
     assert rate_blocks(1000, 64, 90, 16) == 90  # a block for every head
