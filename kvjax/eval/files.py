@@ -14,18 +14,22 @@ TEXT_ENDINGS = (".txt", ".txt.gz", ".md", ".jsonl", ".jsonl.gz", ".json", ".json
 
 
 @contextlib.contextmanager
-def open_text(path: Path) -> Iterator[IO[str]]:
+def open_text(path: Path, errors: str = "strict") -> Iterator[IO[str]]:
     """A UTF-8 text file, unpacked if its name ends in .gz; a byte order mark is none of its text.
+
+    Args:
+        path: the file.
+        errors: what is done with bytes that are no text, as of `open`.
 
     Raises:
         UserError: it cannot be read.
     """
     try:
         if path.name.endswith(".gz"):
-            with gzip.open(path, "rt", encoding="utf-8-sig") as file:
+            with gzip.open(path, "rt", encoding="utf-8-sig", errors=errors) as file:
                 yield file
         else:
-            with path.open(encoding="utf-8-sig") as file:
+            with path.open(encoding="utf-8-sig", errors=errors) as file:
                 yield file
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8: convert it, for instance with iconv") from error

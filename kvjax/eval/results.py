@@ -48,7 +48,8 @@ def read_results(path: str | Path) -> list[Result]:
     Raises:
         UserError: it cannot be read, or a line within it is no result; names the line.
     """
-    with open_text(Path(path)) as file:
+    # The unfinished line may end within a letter.
+    with open_text(Path(path), errors="replace") as file:
         text = file.read()
     return parse_results(path, text[: text.rfind("\n") + 1])
 

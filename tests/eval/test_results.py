@@ -39,6 +39,15 @@ def test_rows_survive_and_are_known_again(tmp_path):
     assert read_results(path)[0]["answer"] == result(0)["answer"]
 
 
+def test_a_last_row_that_ends_within_a_letter_is_passed_over(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with ResultsFile(path, SETTINGS) as file:
+        file.add([result(0), result(1)])
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rindex("\u2028".encode()) + 1])
+    assert [row["id"] for row in read_results(path)] == ["r0"]
+
+
 @pytest.mark.parametrize("kept", [1, 20, -1])
 def test_a_half_written_last_row_is_computed_again(tmp_path, kept):
     path = tmp_path / "r.jsonl"
