@@ -225,6 +225,7 @@ def test_background_is_consecutive_and_no_longer_than_asked(haystack):
 def test_texts_are_cut_to_whole_words():
     assert cut_text(ByteTokenizer(), "one two three", 9) == "one two"
     assert cut_text(ByteTokenizer(), "one two", 100) == "one two"
+    assert [cut_text(ByteTokenizer(), "天地玄黄", size) for size in (6, 7, 8)] == ["天地"] * 3
     long = "word " * 1000
     assert len(cut_text(ByteTokenizer(), long, 200)) in range(195, 201)
 

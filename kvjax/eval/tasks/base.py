@@ -128,13 +128,15 @@ def count_tokens(tokenizer: Tokenizer, text: str) -> int:
 
 
 def cut_text(tokenizer: Tokenizer, text: str, size: int) -> str:
-    """The beginning of a text, at most so many tokens and whole words."""
+    """The beginning of a text, at most so many tokens and whole words, or whole letters where no
+    space is between them."""
     # No token is longer than this on average over a text, and encoding all of a book is slow.
     piece = text[: 16 * size]
     ids = tokenizer.encode(piece)
     if len(ids) <= size:
         return piece if len(piece) == len(text) else piece[: piece.rfind(" ")]
-    piece = tokenizer.decode(ids[:size])
+    # The last token may be a part of a letter, which is decoded as this mark.
+    piece = tokenizer.decode(ids[:size]).rstrip("\ufffd")
     end = max(piece.rfind(" "), piece.rfind("\n"))
     return piece[:end] if end > 0 else piece
 
