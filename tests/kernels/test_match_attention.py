@@ -85,6 +85,23 @@ def test_a_query_that_looks_at_nothing_that_stays_counts_no_more_than_others(nam
         np.testing.assert_allclose(np.asarray(new)[kept], wanted, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("gap", [80, 95, 200])
+@pytest.mark.parametrize("name", NAMES)
+def test_where_nothing_that_stays_is_looked_at_values_stay_as_they_are(name, gap) -> None:
+    """All that queries weigh of it is rounded away, or all but."""
+    rng = np.random.default_rng(gap)
+    way = rng.standard_normal(16)
+    way /= np.linalg.norm(way)
+    q = (way + 0.02 * rng.standard_normal((1, 48, 16))).astype(np.float32)
+    k, v = (rng.standard_normal((1, 40, 16)).astype(np.float32) for _ in "kv")
+    k *= 0.1
+    k[0, :4] += gap * way
+    kept = np.arange(40)[None] >= 20
+    new_k, new_v = fitted(name, *(jnp.asarray(x) for x in (q, k, v, ~kept, kept)))
+    np.testing.assert_array_equal(new_v, v)
+    assert (np.abs(new_k - k) < 10).all()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_and_values_of_other_dtypes(name) -> None:
     arguments = heads(30, 70, 64, 3, "bfloat16")

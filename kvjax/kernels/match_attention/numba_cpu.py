@@ -27,7 +27,8 @@ PANEL = WIDTH * VECTORS
 BETWEEN = ROWS
 """Numbers between rows of weights: of rows a power of two apart few can be in a cache."""
 LEAST = np.float32(1e-30)
-"""Of a mass: of what a query hardly looks at nothing may be left in float32."""
+"""Of a mass: of what a query hardly looks at nothing may be left in float32, and that is no weight
+at all, lest new values be made of its rounding errors."""
 LEAST_RIDGE = np.float32(1e-20)
 """Of a head that weighs nothing at all there is nothing to solve, and no 0 / 0."""
 KEPT, DROPPED = 1, 2
@@ -153,11 +154,11 @@ def _fit(address, head, d, width):
         left = np.float32(0)
         for t in range(stay):
             left += weight[i, t]
-        left = max(left, LEAST)
+        scale = np.float32(0) if left < LEAST else np.float32(1) / left
         for c in range(d):
             missing[i, c] = said[i, c] / mass[i]
         for t in range(stay):
-            weight[i, t] /= left
+            weight[i, t] *= scale
     transpose(weight[:num_queries], turned, 0, stay)
     multiply(start, values.ctypes.data, said.ctypes.data, rows, stay, d, strides, width)
     for i in range(num_queries):

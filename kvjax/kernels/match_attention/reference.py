@@ -45,7 +45,9 @@ def _matched(
     held = jnp.where(there, logit, -1e30)
     weight = jnp.exp(held - jnp.max(held, axis=-1, keepdims=True))
     stays = jnp.where(kept, weight, 0)
-    # Of what a query hardly looks at nothing may be left in float32, which tells it nothing.
+    # Of what a query hardly looks at nothing may be left in float32, which tells it nothing: of
+    # its rounding errors new values would be made.
+    stays = jnp.where(jnp.sum(stays, axis=-1, keepdims=True) < 1e-30, 0, stays)
     mass, left = (jnp.maximum(jnp.sum(x, axis=-1), 1e-30) for x in (weight, stays))
     lacks = jnp.clip(jnp.log(mass / left), 0, most_mass)
     gram = q.T @ q
