@@ -232,7 +232,10 @@ class Calls:
 
     def place_call(self, request: Request, prompt: Any, slot: int, keep: int | None) -> StepCall:
         method = request.method.eviction if request.compressed_first else None
-        parts = None if method is None else method.parts
+        seen = request.method.observer
+        # Of a prompt that is kept whole, what is beside its metrics is an argument all the same.
+        whole = seen.planes, seen.queries, seen.query_heads
+        parts = whole if method is None else method.parts
         # What layers lack is an argument more.
         narrowed = (1,) * (request.method.pruner is not None)
         key = StepKey("place", parts, (prompt.k.shape[1], *narrowed))

@@ -1,14 +1,17 @@
 """A prompt that comes to the pool chunk by chunk is fitted to queries of its own."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvjax.cache import CompressionConfig
 from kvjax.cache.config import CALIBRATED
 from kvjax.cache.policy.merge import PROMPT_QUERY
 from kvjax.engine import LLM, SamplingParams
+from kvjax.engine.checks import checked_request
 from kvjax.engine.compilation import StepKey
 from tests.sharded.tiny import SIZES, TINY, engine_of, engine_settings, made_calibration, model_of
 
@@ -72,3 +75,13 @@ def test_methods_that_ask_for_none_are_given_none():
     assert output.finish_reason == "length"
     keys = [key for key in llm.worker.compiled.seconds if key.step == "compress"]
     assert {key.sizes[-1] for key in keys} == {0}
+
+
+def test_prompts_that_stay_whole_with_queries_and_without_have_steps_of_their_own():
+    """Else the second kind would be compiled in a round, where others wait for it."""
+    llm = engine_of(1, CALIBRATED)
+    prompt = SimpleNamespace(k=SimpleNamespace(shape=(0, 32)))
+    settings = CompressionConfig(), engine_settings(CALIBRATED, on_prefill=False)
+    both = [checked_request(llm, LONG[:20], ASKED, one, "one", 0) for one in settings]
+    assert not any(request.compressed_first for request in both)
+    assert len({llm.worker.place_call(one, prompt, 0, None).key for one in both}) == 2
