@@ -106,6 +106,8 @@ def move_cache(
             merged, window = _merged(
                 method.merger, artefacts, now, table, slot, layer, found, goes, stays, seq_len
             )  # fmt: skip
+            # What is read of the pool is, before any of it moves: else it would be copied.
+            kv, merged = jax.lax.optimization_barrier((kv, merged))
         plan = source, target, moves = move_plan(evicted, context_len)
 
         count = jnp.sum(moves, axis=-1, dtype=jnp.int32)
@@ -116,8 +118,6 @@ def move_cache(
 
         source, target = slot_of(source), slot_of(target)
         moves = (source, target, count.reshape(-1))
-        # What is read of the pool is, before any of it moves: else it would be copied.
-        kv, merged = jax.lax.optimization_barrier((kv, merged))
         kv = kv.move(*moves)
         if merged is not None:
             # Not before: blocks that go may be others' as well.
