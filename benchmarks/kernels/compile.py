@@ -27,6 +27,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from kvjax import startup
 from kvjax.cli import ArgumentParser, run_script
@@ -205,6 +206,9 @@ def calls(target: str, only: str) -> Iterator[tuple[str, Callable, tuple, tuple[
         # Of which a few layers show what all do.
         large = decode_steps(target, "kv-compress-continual", 3, 75 * 10**9, slots=256)
         yield LARGE_POOL, *large
+    for name in ("prefill_in_pool", "compress_slots"):
+        if only in f"steps over shared blocks, {name}":
+            yield f"steps over shared blocks, {name}", *shared_steps(target, name)
 
 
 def received_from_last(window_metrics: Callable, q, k):
@@ -236,12 +240,67 @@ def decode_steps(
     """The engine's decode steps, for a model by its name, as it is or with another head dimension:
     sequences of up to 1024 KVs per head, in a pool (of a codec, by its name) that holds them all or
     has a given size. On GPUs single ones whose tokens are drawn, on TPUs a loop."""
+    from kvjax.cache import get_method
+    from kvjax.engine.decode import decode, decode_once
+    from kvjax.engine.sampling import DRAWN
+
+    arguments = engine_arguments(target, layers, pool_bytes, slots, stored, model, head_dim)
+    config, params, cache, state, zeros = arguments
+    rule, number = get_method(method).decode, array_like(zeros)
+    if target == "h200":
+        call = functools.partial(decode_once, config, rule, 8, None, DRAWN)
+        return call, (params, cache, state, zeros, array_like(zeros, 1)), (1, 2)
+    call = functools.partial(decode, config, rule, 8, None)
+    return call, (params, cache, state, zeros, number, array_like(zeros, 1)), (1, 2)
+
+
+def shared_steps(target: str, name: str) -> tuple[Callable, tuple, tuple[int, ...]]:
+    """A step that writes to blocks which may have other owners: two layers of a model, in a pool
+    that is far more than all else."""
+    from kvjax.cache import get_method
+    from kvjax.engine.prefill import prefill_in_pool
+    from kvjax.engine.reclaim import compress_slots
+
+    sizes = 2, NARROW_POOL, 16, None, NARROW
+    config, params, cache, _, zeros = engine_arguments(target, *sizes, sharing=True)
+    method = get_method("kv-compress-continual")
+
+    def prefill(params, cache, slot, tokens, length):
+        return prefill_in_pool(config, method.observer, params, {}, cache, slot, tokens, length)
+
+    def compress(_, cache, slots, keep_blocks, protected):
+        return compress_slots(1 << 17, 64, method, {}, cache, slots, keep_blocks, protected)
+
+    number, tokens = array_like(zeros), array_like(zeros, 256)
+    if name == "prefill_in_pool":
+        return prefill, (params, cache, number, tokens, number), (1,)
+    return compress, (params, cache, *(array_like(zeros, 4),) * 3), (1,)
+
+
+def array_like(of: Any, *shape: int) -> Any:
+    """An abstract array of that dtype and a shape."""
+    import jax
+
+    return jax.ShapeDtypeStruct(shape, of.dtype)
+
+
+def engine_arguments(
+    target: str,
+    layers: int | None = None,
+    pool_bytes: int | None = None,
+    slots: int = 16,
+    stored: str | None = None,
+    model: str | None = None,
+    head_dim: int | None = None,
+    sharing: bool = False,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """What the engine's steps work on (see `decode_steps`): the model's configuration, and, all
+    abstract, its parameters, a cache, the state of slots, and a number for each of these."""
     import jax
     import jax.numpy as jnp
 
-    from kvjax.cache import as_codec, get_method, init_cache
-    from kvjax.engine.decode import decode, decode_once, init_slots
-    from kvjax.engine.sampling import DRAWN
+    from kvjax.cache import as_codec, init_cache
+    from kvjax.engine.decode import init_slots
     from kvjax.models import stacks_layers
     from kvjax.models.config import get_model_entry
     from kvjax.models.decoder import abstract_params
@@ -265,22 +324,15 @@ def decode_steps(
             max_blocks_per_head=blocks_per_head,
             block_size=16,
             codec=as_codec(stored, jnp.bfloat16),
+            sharing=sharing,
         )
-        zeros = jnp.zeros(slots, jnp.int32)
-        limit = () if target == "h200" else (zeros[0],)
-        return cache, init_slots(slots), zeros, *limit, zeros[:1]
+        return cache, init_slots(slots), jnp.zeros(slots, jnp.int32)
 
     params = abstract_params(
         config, jnp.bfloat16, stacks_layers("gpu" if target == "h200" else "tpu")
     )
-    rule = get_method(method).decode
-    if target == "h200":
-        call = functools.partial(decode_once, config, rule, 8, None, DRAWN)
-    else:
-        call = functools.partial(decode, config, rule, 8, None)
     with in_its_place(absent_device(target)):
-        cache_and_slots = jax.eval_shape(arguments)
-    return call, (params, *cache_and_slots), (1, 2)
+        return config, params, *jax.eval_shape(arguments)
 
 
 def in_its_place(device):

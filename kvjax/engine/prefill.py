@@ -269,6 +269,8 @@ def prefill_in_pool(
     start, before = cache.seq_len[slot], _InPool(cache, slot)
     held = before.size
     k, v, scores, out = _run(config, observer, params, artefacts, tokens, start, length, before)
+    # All of it is read before any of it is written: else it would be copied.
+    cache, k = lax.optimization_barrier((cache, k))
     longest = config.max_position_embeddings
     scores = _finished(observer, scores, before, config, tokens, start, length, longest)
     held_len = cache.context_len[slot]

@@ -24,6 +24,8 @@ from kvjax.models.family import ParamSpec
 
 # Tensors that some checkpoints carry and that hold nothing the configuration does not say.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", "rope_freqs.weight")
+# Of safetensors: two names of one matrix where a model is tied.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,21 @@ def test_no_method_copies_the_pool(step, method):
     assert temporaries(step, method) < 1 / 10
 
 
+@pytest.mark.parametrize(
+    ("step", "method"),
+    [
+        (chunk, "full"),
+        (chunk, "snapkv"),
+        pytest.param(decode, "kv-compress-continual", marks=pytest.mark.slow),
+        pytest.param(compress, "snapkv", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_over_shared_blocks_copy_no_pool(step, method, monkeypatch):
+    """They copy the blocks that they write to and others own, in a loop of its own."""
+    monkeypatch.setattr(f"{__name__}.abstract_cache", partial(abstract_cache, sharing=True))
+    assert temporaries(step, method) < 1 / 10
+
+
 def test_a_merger_copies_no_pool():
     # Of a few rows it has the keys and values as they were and as they are then.
     assert temporaries(compress, "kvmerger") < 1 / 6

@@ -81,7 +81,14 @@ def test_tied_and_untied(tmp_path: Path) -> None:
     for head in (tensors["lm_head.weight"] + 1, tensors["lm_head.weight"][:-1]):
         other = write_folder(tmp_path / f"{len(head)}", tied, {**tensors, "lm_head.weight": head})
         assert "lm_head.weight is not the embedding" in failure(other)
+    tensors = random_tensors(tied)
+    of_head = {k.replace("model.embed_tokens", "lm_head"): v for k, v in tensors.items()}
+    _, params = load_params(write_folder(tmp_path / "head", tied, of_head))
+    assert_params(params, expected_params(tied, tensors))
     untied = random_tensors(CONFIG)
+    of_head = {k: v for k, v in untied.items() if k != "model.embed_tokens.weight"}
+    path = write_folder(tmp_path / "no-embedding", CONFIG, of_head)
+    assert "model.embed_tokens.weight is missing" in failure(path)
     del untied["lm_head.weight"]
     path = write_folder(tmp_path / "untied", CONFIG, untied)
     assert "lm_head.weight is missing" in failure(path)

@@ -15,7 +15,7 @@ from flax import nnx
 from kvjax.errors import UserError
 from kvjax.models.config import ModelConfig
 from kvjax.models.hub import Progress
-from kvjax.models.layout import IGNORED_SUFFIXES, TensorSlot, tensor_slots
+from kvjax.models.layout import EMBEDDING, HEAD, IGNORED_SUFFIXES, TensorSlot, tensor_slots
 from kvjax.models.narrow import narrowed
 from kvjax.models.weights.placement import Lying, ParamPath, Placement, scale_path
 from kvjax.models.weights.source import TensorSource, all_finite, convert
@@ -23,7 +23,6 @@ from kvjax.models.weights.source import TensorSource, all_finite, convert
 # Elements per piece: above NumPy's overhead, within a core's cache, nothing beside any model.
 _PIECE = 1 << 18
 _MAX_WORKERS = 8
-HEAD = "lm_head.weight"
 TIED_ROWS = 64
 """Rows of a head that are compared with the embedding's."""
 
@@ -50,7 +49,7 @@ def check_source(source: TensorSource, config: ModelConfig) -> list[TensorSlot]:
             )
         slots.append(slot)
     ignored = IGNORED_SUFFIXES + ((HEAD,) if config.tie_word_embeddings else ())
-    if config.tie_word_embeddings and HEAD in source.shapes:
+    if config.tie_word_embeddings and {EMBEDDING, HEAD} <= source.shapes.keys():
         _check_tied(source, config)
     extra = [name for name in source.shapes if name not in known and not name.endswith(ignored)]
     if extra:
@@ -65,7 +64,7 @@ def _check_tied(source: TensorSource, config: ModelConfig) -> None:
     """Refuse an output head that is not the embedding that the configuration says it is."""
     untied = dataclasses.replace(config, tie_word_embeddings=False)
     slots = {source.tensor_name(slot): slot for slot in tensor_slots(untied)}
-    head, table = slots[HEAD], slots["model.embed_tokens.weight"]
+    head, table = slots[HEAD], slots[EMBEDDING]
     rows = range(0, config.vocab_size, max(1, config.vocab_size // TIED_ROWS))
     if source.shapes[HEAD] != head.file_shape or not all(
         np.array_equal(source.read_rows(head, row, row + 1), source.read_rows(table, row, row + 1))

@@ -26,7 +26,7 @@ from kvjax.models.files import (
     read_fields,
     shown_error,
 )
-from kvjax.models.layout import TensorSlot
+from kvjax.models.layout import EMBEDDING, HEAD, TensorSlot
 from kvjax.models.weights.source import read_exactly
 
 _DTYPES = {
@@ -71,17 +71,21 @@ class SafetensorsSource:
 
     def tensor_name(self, slot: TensorSlot) -> str:
         """The name of the slot's tensor in the files."""
-        return slot.hf_name
+        name = slot.hf_name
+        # Whoever writes a matrix of two names once, as safetensors' `save_model`, may keep either.
+        only_head = name == EMBEDDING not in self._tensors and self.config.tie_word_embeddings
+        return HEAD if only_head and HEAD in self._tensors else name
 
     def read_rows(self, slot: TensorSlot, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) in the dtype of the file."""
-        tensor = self._tensors[slot.hf_name]
+        name = self.tensor_name(slot)
+        tensor = self._tensors[name]
         if tensor.dtype not in _DTYPES:
             raise UserError(
-                f"{tensor.path}: the tensor {slot.hf_name} has dtype {tensor.dtype}; "
+                f"{tensor.path}: the tensor {name} has dtype {tensor.dtype}; "
                 f"supported: {', '.join(_DTYPES)}"
             )
-        dtype, row_shape = _DTYPES[tensor.dtype], self.shapes[slot.hf_name][1:]
+        dtype, row_shape = _DTYPES[tensor.dtype], self.shapes[name][1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         offset, count = tensor.offset + start * row_bytes, (stop - start) * row_bytes
         raw = read_exactly(tensor.file.fileno(), offset, count, tensor.path)
