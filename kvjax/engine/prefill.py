@@ -6,6 +6,7 @@ has before it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, no_type_check
 
@@ -18,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from kvjax.cache import PagedCache, write_prompt
 from kvjax.cache.policy import LayerView, Observer, Scores
 from kvjax.cache.store import unshare
+from kvjax.engine.compilation import sizes_upto
 from kvjax.kernels import (
     Prefix,
     prefill_attention,
@@ -59,6 +61,12 @@ class PromptKV:
         }
 
 
+LEAST_READ = 256
+"""KVs of a head that are read of a pool at least, whether there are so many or not."""
+READ_FACTOR = 4
+"""Between the numbers of KVs that may be read: few, as what reads them is compiled for each."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _InScratch:
     """What a scratch holds before a chunk."""
@@ -71,19 +79,28 @@ class _InScratch:
         return self.prompt.k.shape[1]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many of these a layer may be read with."""
+        return (self.size,)
+
+    @property
     def dtype(self) -> Any:
         return self.prompt.k.dtype
 
-    def prefix(self, layer: Int32[Array, ""]) -> Prefix:
+    def fitting(self, layer: Int32[Array, ""]) -> Int32[Array, ""]:
+        """The index of the size that holds all of a layer's KVs."""
+        return jnp.int32(0)
+
+    def prefix(self, layer: Int32[Array, ""], size: int) -> Prefix:
         k, v = self.prompt.k[layer], self.prompt.v[layer]
         length = jnp.broadcast_to(self.prompt.length, k.shape[1])
         return Prefix(jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1), length)
 
-    def position(self, layer: Int32[Array, ""]) -> Int32[Array, "H P"]:
-        """Token position of each KV; −1 where nothing is held."""
-        token = jnp.arange(self.size, dtype=jnp.int32)
+    def position(self, layer: Int32[Array, ""], size: int) -> Int32[Array, "H P"]:
+        """Token position of each of so many KVs; −1 where nothing is held."""
+        token = jnp.arange(size, dtype=jnp.int32)
         held = jnp.where(token < self.prompt.length, token, -1)
-        return jnp.broadcast_to(held, (self.prompt.k.shape[2], self.size))
+        return jnp.broadcast_to(held, (self.prompt.k.shape[2], size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,25 +115,40 @@ class _InPool:
         return self.cache.max_blocks * self.cache.block_size
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        b = self.cache.block_size
+        widths = sizes_upto(self.cache.max_blocks, max(1, LEAST_READ // b), READ_FACTOR)
+        return tuple(width * b for width in widths)
+
+    @property
     def dtype(self) -> Any:
         return self.cache.kv.operands[0].dtype
 
-    def _page(self, layer: Int32[Array, ""]) -> Int32[Array, "H M"]:
-        return jnp.minimum(self.cache.block_table[self.slot, layer], self.cache.num_blocks - 1)
+    def fitting(self, layer: Int32[Array, ""]) -> Int32[Array, ""]:
+        cache = self.cache
+        # Of devices with heads of their own all have to choose the same one.
+        held = (
+            cache.context_len[self.slot, layer] if cache.shard is None else cache.seq_len[self.slot]
+        )
+        return jnp.searchsorted(jnp.asarray(self.sizes), jnp.max(held)).astype(jnp.int32)
 
-    def prefix(self, layer: Int32[Array, ""]) -> Prefix:
-        page, cache = self._page(layer), self.cache
-        rows = (cache.num_kv_heads, self.size, -1)
+    def _page(self, layer: Int32[Array, ""], size: int) -> Int32[Array, "H M"]:
+        table = self.cache.block_table[self.slot, layer, :, : size // self.cache.block_size]
+        return jnp.minimum(table, self.cache.num_blocks - 1)
+
+    def prefix(self, layer: Int32[Array, ""], size: int) -> Prefix:
+        page, cache = self._page(layer, size), self.cache
+        rows = (cache.num_kv_heads, size, -1)
         length = cache.context_len[self.slot, layer]
         k, v = (pool[page].reshape(rows) for pool in cache.kv.operands)
         if cache.window is not None:
             k, v = cache.window.over(self.slot, layer, k, v)
         return Prefix(cache.read_keys(layer, k), v, length)
 
-    def position(self, layer: Int32[Array, ""]) -> Int32[Array, "H P"]:
-        position = self.cache.position[self._page(layer)].reshape(-1, self.size)
+    def position(self, layer: Int32[Array, ""], size: int) -> Int32[Array, "H P"]:
+        position = self.cache.position[self._page(layer, size)].reshape(-1, size)
         length = self.cache.context_len[self.slot, layer]
-        return jnp.where(jnp.arange(self.size) < length[:, None], position, -1)
+        return jnp.where(jnp.arange(size) < length[:, None], position, -1)
 
 
 Before = _InScratch | _InPool
@@ -313,8 +345,8 @@ def _run(
         q, k, v = q[0], k[0], v[0]
         own = own_share(config, q)
 
-        def attend_and_score():
-            prefix = None if before is None else before.prefix(layer)
+        def attend_and_score(size=0):
+            prefix = None if before is None else before.prefix(layer, size)
             view = LayerView(layer, q, k, length, start, v=v, hidden=hidden[0])
             observation = observer.observation
             if observation is not None and prefix is None:
@@ -335,10 +367,15 @@ def _run(
                 out = prefill_attention(own, k, v, prefix=prefix)
             if prefix is not None:
                 assert before is not None
-                view = behind_prefix(view, prefix, before.position(layer))
+                view = behind_prefix(view, prefix, before.position(layer, size))
+
+            def observe():
+                scores = observer.observe(view, artefacts)
+                return scores if before is None else scores.spread(size, before.size)
+
             if observed is None:
-                return out, observer.observe(view, artefacts)
-            return out, lax.cond(observed, lambda: observer.observe(view, artefacts), no_scores)
+                return out, observe()
+            return out, lax.cond(observed, observe, no_scores)
 
         def no_scores():
             return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scratch[2])
@@ -349,10 +386,13 @@ def _run(
         if before is None:
             out, scores = attend_and_score()
         else:
-            # Always the first. As a branch it is one unit that ends before the next layer begins:
+            # Never the last one. As a branch it is one unit that ends before the next layer begins:
             # unrolled layers would else hold what each of them gathered to the end, and the pool
             # would be copied because a read of it might come after it is written.
-            out, scores = lax.cond(length > 0, attend_and_score, neither)
+            sizes = before.sizes
+            branches = [functools.partial(attend_and_score, size) for size in sizes]
+            which = jnp.where(length > 0, before.fitting(layer), len(sizes))
+            out, scores = lax.switch(which, [*branches, neither])
         scratch = jax.tree.map(
             lambda whole, part: whole.at[layer].set(part), scratch, (k, v, scores)
         )
@@ -430,7 +470,8 @@ def _finished(
         token = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         new = jnp.where(token < length, start + token, -1)
         heads = (config.num_layers, config.num_kv_heads, tokens.shape[0])
-        held = jax.vmap(before.position)(jnp.arange(config.num_layers, dtype=jnp.int32))
+        whole = functools.partial(before.position, size=before.size)
+        held = jax.vmap(whole)(jnp.arange(config.num_layers, dtype=jnp.int32))
         position = jnp.concatenate([held, jnp.broadcast_to(new, heads)], axis=-1)
     return observer.finish(scores, position, start + length, num_positions)
 

@@ -13,6 +13,7 @@ import pytest
 from kvjax import cache as kv
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.policy.score import QuerySample
+from kvjax.engine import prefill
 from kvjax.engine.prefill import empty_prompt, prefill_in_pool, prefill_in_scratch
 from tests.cache.pair import assert_identical, heads_of
 from tests.cache.stand_in import (
@@ -42,7 +43,16 @@ ARTEFACTS = jax.tree.map(jnp.asarray, calibrated(L, H, D))
 PARAMS["q"][1, START + CHUNK - 1, 3] = 4
 PARAMS["k"][1, READ_AT, 1] = 4
 
-pytestmark = pytest.mark.usefixtures("stand_in")
+pytestmark = pytest.mark.usefixtures("stand_in", "sizes")
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    """A layer is read with a block of its table, with two, with four, or with more."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefill, "LEAST_READ", B)
+        patched.setattr(prefill, "READ_FACTOR", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +104,8 @@ def test_the_scenario_is_one(held, oracle):
     assert any(READ_AT in x for x in at.values())
     read = METRICS["shared-reads"](oracle)
     assert all(READ_AT not in x or read[name][x.index(READ_AT)] > 10_000 for name, x in at.items())
+    longest = np.asarray(held.context_len[1]).max(axis=1)
+    assert len(set(np.ceil(np.log2(longest)))) > 1, "layers are read with other sizes"
     assert (START + CHUNK) % B
     assert WIDTH % B == 0
 

@@ -7,7 +7,7 @@ what it needs, so that nothing is computed or kept for methods that do not ask f
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, no_type_check
+from typing import Any, ClassVar, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,27 @@ class Scores:
     """What `Scorer.join_layers` needs beside the metric."""
     queries: Float[Array, "*L Hr n d"] | None = None
     """Of the prompt, before RoPE, where a merger asks for some (`Merger.queries`)."""
+
+    def spread(self, first: int, room: int) -> "Scores":
+        """With zeros behind the first KVs, so that these and the zeros are `room`."""
+        if first == room:
+            return self
+
+        def wide(x: Array | None, axis: int = -1) -> Any:
+            if x is None:
+                return None
+            before, behind = jnp.split(x, [first], axis=axis)
+            shape = list(x.shape)
+            shape[axis] = room - first
+            return jnp.concatenate([before, jnp.zeros(shape, x.dtype), behind], axis=axis)
+
+        return dataclasses.replace(
+            self,
+            metric=wide(self.metric),
+            query_heads=wide(self.query_heads),
+            state={name: wide(x, -2) for name, x in self.state.items()},
+            joint=wide(self.joint),
+        )
 
 
 @no_type_check  # JAX rebuilds pytrees with leaves that are no arrays
