@@ -21,6 +21,24 @@ FORMAT = "kvjax-calibration-1"
 HEAD_LOAD = "head_load"
 """[L, H, R]: how many KVs each head keeps, beside the others, at each of R rates; or [L, H]. Heads
 are dealt to devices by it."""
+MADE_WITH = {
+    "retrieval_head": "--heads",
+    "semantic_head": "--heads",
+    "kvquant": "--levels",
+    "kvzap": "--import",
+}
+"""Options of `kvjax calibrate` that bring arrays which it does not make by itself, by how their
+names begin."""
+
+
+def lacking(reader: str, array: str) -> UserError:
+    """What to say where a calibration lacks an array that somebody reads."""
+    options = [option for name, option in MADE_WITH.items() if array.startswith(name)]
+    command = " ".join(["kvjax calibrate", *options])
+    return UserError(
+        f"{reader} reads the calibrated array {array}: give a calibration that has it, as "
+        f"`{command}` makes it"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

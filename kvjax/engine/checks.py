@@ -4,6 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from kvjax.cache import CompressionConfig
+from kvjax.cache.calibration import lacking
 from kvjax.cache.methods import METHODS
 from kvjax.cache.policy.method import OF_THE_MODEL
 from kvjax.checks import shown
@@ -98,10 +99,7 @@ def check_method(llm: "LLM", request: Request) -> None:
             f"began: give EngineConfig(methods=({method.name!r},))"
         )
     if missing:
-        raise UserError(
-            f"method {method.name} reads the calibrated array {missing[0]}: give a calibration "
-            "that has it"
-        )
+        raise lacking(f"method {method.name}", missing[0])
     if method.probed:
         check_fits(llm, request, "runs tokens behind what the scratch holds")
         drafts = getattr(method.scorer, "drafts", 0)

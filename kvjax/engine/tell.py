@@ -33,12 +33,12 @@ def tell_rate(request: Request, warned: set[float]) -> None:
     if request.compression.floor > request.block_size:
         message += (
             f"caches keep at least floor={request.compression.floor} tokens; give a smaller floor "
-            "to CompressionConfig for more"
+            "for more"
         )
     else:
         message += (
-            f"every head keeps a block of {request.block_size} KVs; give a smaller block_size to "
-            "EngineConfig for more"
+            f"every head keeps a block of {request.block_size} KVs; give a smaller block_size "
+            "for more"
         )
     log.warning("request %r: %s", request.id, message)
     if asked not in warned:

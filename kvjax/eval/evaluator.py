@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CacheSpec, Method, get_method, release
+from kvjax.cache.calibration import lacking
 from kvjax.cache.policy import Observer, Scores
 from kvjax.engine.dense import dense_pass
 from kvjax.engine.draft import Draft
@@ -24,7 +25,6 @@ from kvjax.engine.narrowing import prefill_narrowing
 from kvjax.engine.parallel import SAME
 from kvjax.engine.prefill import PromptKV
 from kvjax.engine.spread import DENSE, Spread, by_heads
-from kvjax.errors import UserError
 from kvjax.eval import passes, told
 from kvjax.eval.cuts import Cut
 from kvjax.eval.probing import Probes
@@ -130,18 +130,12 @@ class Evaluator:
             codec = variant.prompt_codec
             for array in codec.calibrated if codec else ():
                 if array not in self.artefacts:
-                    raise UserError(
-                        f"{variant.cache_dtype} reads the calibrated array {array}: give "
-                        "--calibration a file of `kvjax calibrate --levels`"
-                    )
+                    raise lacking(str(variant.cache_dtype), array)
         for name in dict.fromkeys(v.method for variants in jobs.values() for v in variants):
             self.spread.check_method(get_method(name))
             for array in get_method(name).artefacts:
                 if array not in self.artefacts:
-                    raise UserError(
-                        f"method {name} reads the calibrated array {array}: give a calibration "
-                        "that has it"
-                    )
+                    raise lacking(f"method {name}", array)
         codecs = [v.prompt_codec for variants in jobs.values() for v in variants]
         run = RowRun(self, row, tokens, any(codec and codec.peaks for codec in codecs))
         cuts: dict[int, list[str]] = {}

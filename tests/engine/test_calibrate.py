@@ -391,9 +391,15 @@ def test_a_method_that_is_calibrated_runs_in_an_engine(model, fit):
 def test_without_its_calibration_a_method_is_refused(model, fit):
     config = EngineConfig(max_batch=1, max_len=512, pool_tokens=1024, methods=("predicted-reads",))
     llm = LLM(model, None, config, calibration="none")
-    compression = CompressionConfig(method="predicted-reads", max_cache_tokens=48)
-    with pytest.raises(UserError, match=r"^method predicted-reads reads the calibrated array"):
-        llm.add_request(np.arange(150), compression=compression)
+    for method, made_by in (
+        ("predicted-reads", "calibrate`"),
+        ("razor-attention", "calibrate --heads`"),
+        ("kvzap-linear", "calibrate --import`"),
+    ):
+        compression = CompressionConfig(method=method, max_cache_tokens=48)
+        said = f"^method {method} reads the calibrated array [^\n]* as `kvjax {made_by} makes it$"
+        with pytest.raises(UserError, match=said):
+            llm.add_request(np.arange(150), compression=compression)
     other = dataclasses.replace(fit.calibration, model_hash="0" * 16)
     with pytest.raises(UserError, match="the calibration is of model"):
         LLM(model, None, config, calibration=other)

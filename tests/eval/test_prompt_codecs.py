@@ -176,7 +176,7 @@ def test_q_norm_restores_the_deviation():
 
 def test_calibrated_arrays_have_to_be_there(tiny_model):
     evaluator = Evaluator(tiny_model, EvaluatorConfig(block_size=4, num_slots=1, free_tokens=0))
-    said = r"^kvquant4c reads the calibrated array kvquant_key_range: [^\n]*calibrate --levels`$"
+    said = r"^kvquant4c reads [^\n]* kvquant_key_range: [^\n]*calibrate --levels` makes it$"
     variant = Variant("full", 1.0, "kvquant4c")
     with pytest.raises(UserError, match=said):
         run_row(evaluator, make_row(), ["chat"], [variant])

@@ -54,9 +54,6 @@ SUMMED = ("reads", "scores", "query", "query_size")
 SAVE_EVERY = 8
 """Texts between two states on disk."""
 
-AS_SET = ("exercises", "trainings", "own_words", "sheets")
-"""Settings that the training takes as they are."""
-
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, how much there is."""
 
@@ -174,8 +171,10 @@ def calibrate(
     def train(fitted: Fitted) -> Practised:
         room = model.config.max_position_embeddings - SAID
         tokens = min(settings.exercise_tokens, room)
-        same = {name: getattr(settings, name) for name in AS_SET}
-        practice = Practice(tokens=tokens, **same)
+        practice = Practice(
+            settings.exercises, settings.trainings, tokens,
+            own_words=settings.own_words, sheets=settings.sheets,
+        )  # fmt: skip
         of_choice = kept and kept.with_name(kept.name + OF_CHOICE)
         return practise(
             model, texts, fitted, practice, state=of_choice, key=key, progress=progress
