@@ -30,7 +30,8 @@ def throughput(capsys, tiny_folder):
     command = functools.partial(run_command, "throughput")
 
     def run(*arguments, weights=tiny_folder):
-        code = main_of(command, [str(a) for a in ("--weights", weights, *arguments)])
+        model = () if "--server" in arguments else ("--weights", weights)
+        code = main_of(command, [str(a) for a in (*model, *arguments)])
         out, err = capsys.readouterr()
         return code, [json.loads(line) for line in out.splitlines()], err
 
@@ -139,6 +140,7 @@ def test_a_request_of_a_trace_waits_from_its_arrival(throughput, tmp_path, monke
     [("--trace", "t", "--plot-dir", "d"), ("--trace", "t", "--input-len", 9),
      ("--server", "http://127.0.0.1:9", "--pool-tokens", 9),
      ("--server", "http://127.0.0.1:9", "--kv-dtype", "int8"),
+     ("--server", "http://127.0.0.1:9", "--model", "llama3.1-8b"),
      ("--server", "http://127.0.0.1:9", "--peer-python", sys.executable),
      ("--repeated-word", "--no-limits", "--prompt-file", "f")],
 )  # fmt: skip

@@ -47,7 +47,9 @@ RATES = ["v", "1", "2", "4", "8", "16", "32", "64"]
 EMULATED = {"l4": 19_500, "h100": 40_000}
 """KV pools, in tokens, of the papers' two cards beside their models' weights."""
 
+OF_A_MODEL = ("model", "weights", "dummy_weights", "dtype", "weight_dtype", "context_length")
 UNUSED = (
+    *((name, "server", "the server has a model of its own") for name in OF_A_MODEL),
     ("kv_dtype", "server", "the server has a pool of its own"),
     ("pool_tokens", "server", "the server has a pool of its own"),
     ("emulate", "server", "the server has a pool of its own"),
