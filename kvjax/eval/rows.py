@@ -81,6 +81,9 @@ class Row:
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ValueError(f"depth {shown(self.depth)} is not from 0 to 1")
         check_metric(self.metric)
+        true = self.answers or (self.target,)
+        if self.metric == "classification" and not set(true) & set(self.classes):
+            raise ValueError(f"classes have no {shown(true[0])}, which is true")
         if "" in self.stop:
             raise ValueError("stop has an empty text, before which every answer ends")
         if self.metric in HELD and not without_target:

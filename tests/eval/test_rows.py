@@ -133,6 +133,7 @@ def test_a_prompt_may_have_a_length_of_its_own():
         ({"target": " \n"}, "target has a text without words"),
         ({"metric": "contains", "answers": ["x", ""]}, "answers has a text without words"),
         ({"stop": ["x", ""]}, "stop has an empty text"),
+        ({"metric": "classification", "answers": ["x", "y"]}, "classes have no 'x', which is true"),
     ],
 )
 def test_malformed_rows_say_what_is_wrong(change, says):
