@@ -321,7 +321,7 @@ class Engine:
             return
         assert request.slot is not None
         self.worker.share(match.row, request.slot)
-        self.scheduler.prefixes.used(match)
+        self.scheduler.prefixes.continued(match)
         self.metrics.continued(len(match.tokens))
 
     def _retain(self, job: PromptJob) -> None:

@@ -34,14 +34,20 @@ class Keeper:
         for request in ended:
             size = int(sizes[request.slot])
             prefixes = self._scheduler.prefixes
-            if (begun := prefixes.find(request.sharing, request.prompt)) is not None:
+            begun = prefixes.find(request.sharing, request.prompt)
+            if begun is not None and not begun.ended:
                 # Of use until now: it outlives the ends of those that began with it.
                 prefixes.used(begun)
             if self._config.share_grain <= size <= request.length and request.slot is not None:
-                self.hold(request, request.all_tokens[:size], request.slot, None)
+                self.hold(request, request.all_tokens[:size], request.slot, None, ended=True)
 
     def hold(
-        self, request: Request, tokens: np.ndarray, slot: int, logits: jax.Array | None
+        self,
+        request: Request,
+        tokens: np.ndarray,
+        slot: int,
+        logits: jax.Array | None,
+        ended: bool = False,
     ) -> None:
         """Let a row of its own hold what a slot holds, for those that begin with the same."""
         prefixes = self._scheduler.prefixes
@@ -55,7 +61,7 @@ class Keeper:
         if prefixes.full and (oldest := prefixes.oldest()) is not None:
             self.forget(oldest)
         if not prefixes.full:
-            self._worker.share(slot, prefixes.add(tokens, settings, logits).row)
+            self._worker.share(slot, prefixes.add(tokens, settings, logits, ended).row)
 
     def load(
         self,

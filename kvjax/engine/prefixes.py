@@ -26,6 +26,8 @@ class Prefix:
     row: int
     logits: jax.Array | None = None
     """After its last token, where a request with no further token can begin with them."""
+    ended: bool = False
+    """Whether it is what a sequence held when it came to its end."""
 
     def begins(self, tokens: np.ndarray) -> bool:
         """Whether some tokens continue it."""
@@ -57,6 +59,8 @@ class Prefixes:
     def __init__(self, rows: Iterable[int] = (), grain: int = 1):
         self._rows, self._grain = list(rows), grain
         self._held: list[Prefix] = []
+        self._continued = set[Prefix]()
+        """Ends of sequences that have had a next turn."""
 
     def __iter__(self) -> Iterator[Prefix]:
         return iter(self._held)
@@ -121,15 +125,35 @@ class Prefixes:
         self._held.remove(prefix)
         self._held.append(prefix)
 
-    def add(self, tokens: np.ndarray, settings: Hashable, logits: jax.Array | None) -> Prefix:
+    def continued(self, prefix: Prefix) -> None:
+        """A request goes on from it.
+
+        The end of a sequence is the first to go from its next turn on: the end of that one will
+        take its place. Where more than one goes on from it, it is used like any other.
+        """
+        if prefix.ended and prefix not in self._continued:
+            self._continued.add(prefix)
+            self._held.remove(prefix)
+            self._held.insert(0, prefix)
+        else:
+            self.used(prefix)
+
+    def add(
+        self,
+        tokens: np.ndarray,
+        settings: Hashable,
+        logits: jax.Array | None,
+        ended: bool = False,
+    ) -> Prefix:
         """Give a new one a row."""
-        prefix = Prefix(tokens, settings, self._rows.pop(), logits)
+        prefix = Prefix(tokens, settings, self._rows.pop(), logits, ended)
         self._held.append(prefix)
         return prefix
 
     def remove(self, prefix: Prefix) -> None:
         """Its row is empty."""
         self._held.remove(prefix)
+        self._continued.discard(prefix)
         self._rows.append(prefix.row)
 
 
