@@ -247,7 +247,7 @@ def decode(
         return (run.step < limit) & run.ok & jnp.any(run.rows.active)
 
     run = lax.while_loop(go_on, loop.step, loop.begin(cache, state, slots, num_steps))
-    return _ended(cache, state, slots, num_steps, run)
+    return loop.ended(cache, state, slots, num_steps, run)
 
 
 def decode_once(
@@ -282,7 +282,7 @@ def decode_once(
     run = loop.step(first._replace(rows=waiting))
     active = jnp.where(first.ok, run.rows.active, first.rows.active)
     run = run._replace(ok=run.ok & first.ok, rows=dataclasses.replace(run.rows, active=active))
-    return _ended(cache, state, slots, num_steps, run)
+    return loop.ended(cache, state, slots, num_steps, run)
 
 
 class _Run(NamedTuple):
@@ -309,6 +309,10 @@ class _Loop:
     eos_ids: Int32[Array, " E"]
     artefacts: Mapping[str, Array] | None
 
+    def unshares(self, cache: PagedCache) -> bool:
+        """Whether sequences get copies of all their blocks that others own, too."""
+        return cache.shared is not None and self.rule is not None and self.rule.held
+
     def begin(self, cache: PagedCache, state: SlotState, slots: Array, most: int) -> _Run:
         """Before the first of at most so many steps."""
         part = take_slots(cache, slots)
@@ -320,7 +324,7 @@ class _Loop:
                 jnp.zeros(size, jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
             )
         room = jnp.bool_(True)
-        if cache.shared is not None and self.rule is not None and self.rule.held:
+        if self.unshares(cache):
             part, room = unshare_slots(part, rows.active & rows.observed)
         return _Run(jnp.int32(0), room, part, rows, jnp.full(size, -1, jnp.int32), told)
 
@@ -346,26 +350,26 @@ class _Loop:
         )
         return _Run(run.step + 1, ok, part, rows, tokens, told)
 
-
-def _ended(
-    cache: PagedCache, state: SlotState, slots: Array, num_steps: int, run: _Run
-) -> tuple[PagedCache, SlotState, DecodeReport]:
-    """What steps have done, put where it belongs, and what the host is told of it."""
-    b, part, rows = cache.block_size, run.part, run.rows
-    context_len = part.context_len
-    coming = jnp.where(rows.active, jnp.minimum(rows.remaining, num_steps), 0)
-    grown = blocks_for(context_len + coming[:, None, None], b)
-    owned = blocks_for(context_len, b)
-    report = DecodeReport(
-        run.tokens,
-        rows.active,
-        jnp.sum(owned, axis=(1, 2)),
-        jnp.sum(context_len, axis=(1, 2)),
-        jnp.max(context_len, axis=(1, 2)),
-        jnp.sum(grown - owned, axis=(1, 2)),
-        free_blocks(part),
-        run.ok,
-        run.told,
-    )
-    state = jax.tree.map(lambda all_, some: all_.at[slots].set(some, mode="drop"), state, rows)
-    return put_slots(cache, slots, part), state, report
+    def ended(
+        self, cache: PagedCache, state: SlotState, slots: Array, num_steps: int, run: _Run
+    ) -> tuple[PagedCache, SlotState, DecodeReport]:
+        """What steps have done, put where it belongs, and what the host is told of it."""
+        b, part, rows = cache.block_size, run.part, run.rows
+        context_len = part.context_len
+        coming = jnp.where(rows.active, jnp.minimum(rows.remaining, num_steps), 0)
+        grown = blocks_for(context_len + coming[:, None, None], b)
+        owned = blocks_for(context_len, b)
+        report = DecodeReport(
+            run.tokens,
+            rows.active,
+            jnp.sum(owned, axis=(1, 2)),
+            jnp.sum(context_len, axis=(1, 2)),
+            jnp.max(context_len, axis=(1, 2)),
+            jnp.sum(grown - owned, axis=(1, 2)),
+            free_blocks(part),
+            run.ok,
+            run.told,
+        )
+        state = jax.tree.map(lambda all_, some: all_.at[slots].set(some, mode="drop"), state, rows)
+        most_new = None if self.unshares(cache) else run.tokens.shape[0]
+        return put_slots(cache, slots, part, most_new), state, report

@@ -31,6 +31,8 @@ NORMS = CompressionConfig(method="key-norm", max_cache_tokens=16, protected=8)
 """A method that looks at no question, with a cache of 16 tokens' worth of KVs."""
 READS = CompressionConfig(method="h2o", max_cache_tokens=16)
 """Another one; what comes behind a prefix changes what its KVs count."""
+ADDS = CompressionConfig(method="h2o-decode", max_cache_tokens=32)
+"""One whose decode steps change what all KVs count."""
 (DOCUMENT,) = prompts_of(70)
 QUESTIONS = prompts_of(9, 8, 5)
 
@@ -112,10 +114,11 @@ def test_many_questions_at_once(tiny_params, chained, compression):
     forget(llm)
 
 
-def test_forks_of_one_prompt(tiny_params, chained):
+@pytest.mark.parametrize("compression", [NORMS, ADDS], ids=["settled", "added to"])
+def test_forks_of_one_prompt(tiny_params, compression):
     """Several answers to one prompt, each with a seed of its own: only the first one runs it."""
     settings = [greedy(temperature=1.0, seed=seed) for seed in range(3)]
-    llm = make_llm(tiny_params, NORMS, **SHARED)
+    llm = make_llm(tiny_params, compression, **SHARED)
     outputs = llm.generate([DOCUMENT] * 3, settings)
     assert [output.stats.cached_tokens for output in outputs] == [0, 70, 70]
     assert len(set(tokens_of(outputs))) == 3

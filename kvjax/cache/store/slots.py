@@ -43,16 +43,38 @@ def take_slots(
     )
 
 
-def put_slots(cache: PagedCache, slots: Int32[Array, " G"], part: PagedCache) -> PagedCache:
-    """The cache after a step on `part`, which `take_slots` made of these slots."""
-    columns = slice(0, part.max_blocks)
-    slots = _present(cache, slots, part.max_blocks)
+def put_slots(
+    cache: PagedCache,
+    slots: Int32[Array, " G"],
+    part: PagedCache,
+    most_new: int | None = None,
+) -> PagedCache:
+    """The cache after a step on `part`, which `take_slots` made of these slots.
+
+    Args:
+        cache: the cache as it was, but for the pool.
+        slots: the slots.
+        part: their rows.
+        most_new: where nothing has changed of the block tables but that heads have got so many KVs
+            more at most (static): of long tables little is written then.
+    """
+    slots, table, b = _present(cache, slots, part.max_blocks), cache.block_table, cache.block_size
+    if most_new is None:
+        columns = slice(0, part.max_blocks)
+        table = table.at[slots, ..., columns].set(part.block_table, mode="drop")
+    else:
+        first = cache.context_len.at[slots].get(mode="fill", fill_value=0)[..., None] // b
+        column = first + jnp.arange((b + most_new - 2) // b + 1, dtype=jnp.int32)
+        at = jnp.minimum(column, part.max_blocks - 1)
+        new = jnp.take_along_axis(part.block_table, at, axis=-1)
+        row, layer, head, _ = jnp.indices(new.shape, sparse=True)
+        table = table.at[slots[row], layer, head, column].set(new, mode="drop")
     window = part.window
     if cache.window is not None and window is not None:
         window = cache.window.put(slots, window)
     return dataclasses.replace(
         part,
-        block_table=cache.block_table.at[slots, ..., columns].set(part.block_table, mode="drop"),
+        block_table=table,
         context_len=cache.context_len.at[slots].set(part.context_len, mode="drop"),
         seq_len=cache.seq_len.at[slots].set(part.seq_len, mode="drop"),
         window=window,
