@@ -54,11 +54,11 @@ def answering(**said):
         (200, None, "no answer"),
     ],
 )
-def test_they_are_told_in_one_line(capsys, tiny_folder, code, body, says):
+def test_they_are_told_in_one_line(capsys, code, body, says):
     data = json.dumps(body).encode() if body is not None else b"<html>Bad Gateway</html>"
     command = functools.partial(run_command, "throughput")
     with answering(GET=(code, data)) as address:
-        found = main_of(command, ["--weights", str(tiny_folder), "--server", address])
+        found = main_of(command, ["--server", address])
     err = capsys.readouterr().err
     assert found == 2
     assert err.startswith("error: --server")
