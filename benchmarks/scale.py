@@ -247,8 +247,8 @@ def compiled(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, di
     number = np.int32(0)
     calls = {
         "decode": (
-            model, method.decode, 8, None, params, cache, state, np.zeros(slots, np.int32), number,
-            np.zeros(1, np.int32), {},
+            model, method.decode, 8, None, None, params, cache, state, np.zeros(slots, np.int32),
+            number, np.zeros(1, np.int32), {},
         ),
         "prefill in pool": (
             model, method.observer.without_query_heads, params, {}, cache, number,

@@ -194,10 +194,10 @@ def step_part(
         eos = jax.ShapeDtypeStruct((1,), jnp.int32)
         rule = get_method(method).decode
         if platform == "gpu":
-            run = functools.partial(decode_once, step.model, rule, STEPS, None, DRAWN)
+            run = functools.partial(decode_once, step.model, rule, STEPS, None, None, DRAWN)
             limit = ()
         else:
-            run = functools.partial(decode, step.model, rule, STEPS, None)
+            run = functools.partial(decode, step.model, rule, STEPS, None, None)
             limit = (jax.ShapeDtypeStruct((), jnp.int32),)
         return {
             "fill": Program(step.cache, ()),

@@ -248,9 +248,9 @@ def decode_steps(
     config, params, cache, state, zeros = arguments
     rule, number = get_method(method).decode, array_like(zeros)
     if target == "h200":
-        call = functools.partial(decode_once, config, rule, 8, None, DRAWN)
+        call = functools.partial(decode_once, config, rule, 8, None, None, DRAWN)
         return call, (params, cache, state, zeros, array_like(zeros, 1)), (1, 2)
-    call = functools.partial(decode, config, rule, 8, None)
+    call = functools.partial(decode, config, rule, 8, None, None)
     return call, (params, cache, state, zeros, number, array_like(zeros, 1)), (1, 2)
 
 

@@ -172,11 +172,13 @@ def steps_of(worker: Any, method_name: str, max_len: int) -> Iterator[Step]:
     prompt, _ = in_scratch.step.eval_shape(*in_scratch.args)
     scratch = size_of(prompt)
     yield step(worker.place_call(request(whole), prompt, 0, 1), scratch)
-    yield step(worker.decode_call(slots, 1, method.decode, None, exact=True), scratch)
+    count, width = worker.decode_tables.largest
+    call = worker.decode_call(slots[:count], width * b, 1, method.decode, None, exact=True)
+    yield step(call, scratch)
     if method.compresses:
-        most = compression.max_kvs_per_step
-        budgets = [1] * len(slots)
-        call = worker.compress_call(slots, budgets, budgets, method, most, max_len, exact=True)
+        most, (count, width) = compression.max_kvs_per_step, worker.compress_tables.largest
+        some, ones = slots[:count], [1] * count
+        call = worker.compress_call(some, ones, ones, method, most, width * b, exact=True)
         yield step(call, scratch)
     if max_len > config.prefill_scratch:
         yield step(chunk(max_len)[0], 0)

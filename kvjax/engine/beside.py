@@ -22,6 +22,7 @@ from kvjax.engine.decisions import Decode
 from kvjax.engine.needs import Need, needs_of, of_shapes, without_state
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import effort_of
+from kvjax.engine.tables import Tables
 from kvjax.engine.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -180,23 +181,26 @@ class Beside:
 
     # Batches for which there is no step
 
-    def decode_parts(self, decode: Decode) -> list[Decode]:
-        """Decode steps of the same requests that are compiled, larger ones where there are."""
+    def decode_parts(self, decode: Decode, longest: int) -> list[Decode]:
+        """Decode steps of the same requests that are compiled, larger ones where there are; no head
+        of theirs holds more than `longest` KVs afterwards."""
         worker, rule = self._worker, cast(DecodeRule | None, decode.rule)
         count, top = len(decode.requests), num_top(decode.requests)
-        key = worker.decode_key(count, rule, top, exact=True)
+        key = worker.decode_key(count, longest, rule, top, exact=True)
         slots = [worker.config.num_rows] * count
         if worker.decodes_once:
             effort = effort_of([request.sampling for request in decode.requests])
-            once = worker.once_key(count, rule, top, effort, exact=True)
+            once = worker.once_key(count, longest, rule, top, effort, exact=True)
             if once not in self._compiled.seconds:
                 whole = without_state(worker)
-                self._want(once, lambda: whole.once_call(slots, rule, top, effort, exact=True))
+                self._want(
+                    once, lambda: whole.once_call(slots, longest, rule, top, effort, exact=True)
+                )
         if key in self._compiled.seconds:
             return [decode]
         twin = without_state(worker)
-        self._want(key, lambda: twin.decode_call(slots, 1, rule, top, exact=True))
-        if self._can_decode(count, rule, top):
+        self._want(key, lambda: twin.decode_call(slots, longest, 1, rule, top, exact=True))
+        if self._can_decode(count, longest, rule, top):
             return [decode]
         groups: dict[tuple, list[Request]] = {}
         for request in decode.requests:
@@ -206,13 +210,14 @@ class Beside:
             for (rule, top), group in groups.items()
             for part in _parts(
                 group,
-                worker.decode_sizes,
-                lambda n, rule=rule, top=top: self._can_decode(n, rule, top),
+                worker.decode_tables,
+                longest,
+                lambda n, rule=rule, top=top: self._can_decode(n, longest, rule, top),
             )
         ]
 
-    def _can_decode(self, count: int, rule: Hashable, top: int | None) -> bool:
-        return self._worker.decode_key(count, rule, top) in self._compiled.seconds
+    def _can_decode(self, count: int, longest: int, rule: Hashable, top: int | None) -> bool:
+        return self._worker.decode_key(count, longest, rule, top) in self._compiled.seconds
 
     def compress_parts(
         self, requests: Sequence[Request], method: Method, most: int, longest: int
@@ -226,7 +231,10 @@ class Beside:
 
         self._want(call(len(requests), exact=True).key, lambda: call(len(requests), exact=True))
         return _parts(
-            requests, worker.compress_sizes, lambda n: call(n).key in self._compiled.seconds
+            requests,
+            worker.compress_tables,
+            longest,
+            lambda n: call(n).key in self._compiled.seconds,
         )
 
     def _want(self, key: StepKey, call: Callable[[], StepCall]) -> None:
@@ -235,11 +243,12 @@ class Beside:
 
 
 def _parts(
-    requests: Sequence[Request], sizes: Sequence[int], can: Callable[[int], bool]
+    requests: Sequence[Request], tables: Tables, longest: int, can: Callable[[int], bool]
 ) -> list[Sequence[Request]]:
     """Some requests in as few parts as can be; whole where nothing is compiled."""
     if can(len(requests)):
         return [requests]
+    sizes = sorted({size for size, _ in tables.holding(1, longest)})
     size = next((size for size in reversed(sizes) if size < len(requests) and can(size)), None)
     if size is None:
         return [requests]

@@ -29,6 +29,7 @@ from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, effort_of, sampling_row
 from kvjax.engine.smoothing import smoothing_for
 from kvjax.engine.steps import ON_ONE_DEVICE
+from kvjax.engine.tables import Tables
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import activation_dtype
 from kvjax.models.rope import rope_artefacts
@@ -106,21 +107,22 @@ class Calls:
         self._numbers = functools.lru_cache(16)(_int32s) if parallel is None else parallel.numbers
         self.cache: PagedCache
         self.cache, self.state = self._new_cache(), self._new_state()
-        slots, width = config.max_batch, self.cache.max_blocks
         self.decodes_once = jax.default_backend() == "gpu"
         """Whether decode steps are compiled one by one, without a loop, at whose turns and branches
         the host of a GPU waits for it."""
-        if jax.default_backend() == "cpu":
-            self.decode_sizes = sizes_upto(slots, 1, 2)
-            # Compressions are rare: fewer sizes, so that fewer are compiled.
-            self.compress_sizes, self.compress_widths = (
-                sizes_upto(n, 1, 4) for n in (slots, width)
-            )
-        else:
+        self.decode_tables = Tables.of(
+            self.cache.max_blocks, spec.block_size, config.max_batch, self.shard_blocks,
+            max(self.shard_heads),
+        )  # fmt: skip
+        """Sizes of decode steps."""
+        # Compressions are rare: fewer sizes, so that fewer are compiled.
+        self.compress_tables = self.decode_tables.of_widths(1, 4).of_sizes(1, 4)
+        """Sizes of compressions."""
+        if jax.default_backend() != "cpu":
             # A decode step reads all weights whatever the batch, so rows without a sequence cost
             # little, and compiling for one more size costs much.
-            self.decode_sizes = sizes_upto(slots, 64, 4)
-            self.compress_sizes, self.compress_widths = (slots,), sizes_upto(width, 16, 8)
+            self.decode_tables = self.decode_tables.of_sizes(64, 4)
+            self.compress_tables = self.decode_tables.of_widths(16, 8).of_sizes(config.max_batch, 1)
 
     def _new_state(self) -> decode.SlotState:
         return self._everywhere(decode.init_slots(self.config.num_rows))
@@ -140,10 +142,11 @@ class Calls:
     def kept_call(self, table: np.ndarray, owned: int) -> StepCall:
         """Token positions of what a slot's heads hold, of so many blocks at most."""
         # Few widths, as each is compiled.
-        widths = sizes_upto(self.cache.max_blocks, 1, 2)
-        width = self.compiled.fitting(owned, widths, lambda n: StepKey("kept", sizes=(n,)))
-        args = (self.cache.position, table[..., :width])
-        return self._call(StepKey("kept", sizes=(width,)), args)
+        most = self.cache.max_blocks
+        holding = (n for n in sizes_upto(most, 1, 2) if n >= min(owned, most))
+        key = self.compiled.fitting(StepKey("kept", sizes=(n,)) for n in holding)
+        args = (self.cache.position, table[..., : key.sizes[0]])
+        return self._call(key, args)
 
     def begin(self, request: Request) -> PromptJob:
         """A job for a request's prompt, or for all its tokens after a preemption.
@@ -270,19 +273,31 @@ class Calls:
             sampling_row(request.sampling),
         )
 
+    def grown(self, longest: int) -> int:
+        """KVs that a head holds at most once decode steps have run, of so many that were last
+        reported: a step may have been held back since."""
+        return longest + 2 * self.config.decode_steps_per_sync
+
     def once_key(
-        self, count: int, rule: Hashable, num_top: int | None, effort: int, exact: bool = False
+        self,
+        count: int,
+        longest: int,
+        rule: Hashable,
+        num_top: int | None,
+        effort: int,
+        exact: bool = False,
     ) -> StepKey:
-        """A single decode step for so many sequences."""
-
-        def key(group: int) -> StepKey:
-            return StepKey("decode once", rule, (group, effort), num_top)
-
-        return key(self.compiled.fitting(count, self.decode_sizes, key, exact))
+        """A single decode step for so many sequences, whose heads hold so many KVs at most."""
+        keys = (
+            StepKey("decode once", rule, (*size, effort), num_top)
+            for size in self.decode_tables.holding(count, longest)
+        )
+        return self.compiled.fitting(keys, exact)
 
     def once_call(
         self,
         slots: Sequence[int],
+        longest: int,
         rule: DecodeRule | None,
         num_top: int | None,
         effort: int,
@@ -290,38 +305,41 @@ class Calls:
     ) -> StepCall:
         """A single decode step."""
 
-        key = self.once_key(len(slots), rule, num_top, effort, exact)
-        static = (self.model, rule, self.config.decode_steps_per_sync, num_top, effort)
-        rows = self._rows(slots, key.sizes[0])
+        key = self.once_key(len(slots), longest, rule, num_top, effort, exact)
+        group, columns, _ = key.sizes
+        static = (self.model, rule, self.config.decode_steps_per_sync, num_top, columns, effort)
+        rows = self._rows(slots, group)
         args = (self.params, self.cache, self.state, rows, self.eos_ids, self.artefacts)
         return self._call(key, (*static, *args))
 
     def decode_key(
-        self, count: int, rule: Hashable, num_top: int | None, exact: bool = False
+        self, count: int, longest: int, rule: Hashable, num_top: int | None, exact: bool = False
     ) -> StepKey:
-        """The step for so many sequences."""
-
-        def key(group: int) -> StepKey:
-            return StepKey("decode", rule, (group,), num_top)
-
-        return key(self.compiled.fitting(count, self.decode_sizes, key, exact))
+        """The step for so many sequences, whose heads hold so many KVs at most."""
+        keys = (
+            StepKey("decode", rule, size, num_top)
+            for size in self.decode_tables.holding(count, longest)
+        )
+        return self.compiled.fitting(keys, exact)
 
     def decode_call(
         self,
         slots: Sequence[int],
+        longest: int,
         limit: int,
         rule: DecodeRule | None,
         num_top: int | None,
         exact: bool = False,
     ) -> StepCall:
-        key = self.decode_key(len(slots), rule, num_top, exact)
+        key = self.decode_key(len(slots), longest, rule, num_top, exact)
+        group, columns = key.sizes
         num_steps = self.config.decode_steps_per_sync
         most: Any = np.int32(min(limit, num_steps))
         if self.parallel is not None:
             most = self.parallel.numbers(int(most))
         args = (
-            self.model, rule, num_steps, num_top, self.params, self.cache, self.state,
-            self._rows(slots, key.sizes[0]), most, self.eos_ids, self.artefacts,
+            self.model, rule, num_steps, num_top, columns, self.params, self.cache, self.state,
+            self._rows(slots, group), most, self.eos_ids, self.artefacts,
         )  # fmt: skip
         return self._call(key, args)
 
@@ -340,27 +358,22 @@ class Calls:
         exact: bool = False,
         queries: Any = None,
     ) -> StepCall:
-        method, choose = method.eviction, self.compiled.fitting
-        blocks = -(-longest // self.cache.block_size)
-        artefacts, rows = self.artefacts, 0
+        method, artefacts, rows = method.eviction, self.artefacts, 0
         if queries is not None:
             artefacts, rows = {**artefacts, PROMPT_QUERY: queries}, queries.shape[2]
-
-        def key(columns: int, group: int) -> StepKey:
-            return StepKey("compress", method.parts, (most, columns, group, rows))
-
-        def width(group: int) -> int:
-            return choose(blocks, self.compress_widths, lambda n: key(n, group), exact)
-
-        group = choose(len(slots), self.compress_sizes, lambda n: key(width(n), n), exact)
-        columns = width(group)
+        keys = (
+            StepKey("compress", method.parts, (*size, most, rows))
+            for size in self.compress_tables.holding(len(slots), longest)
+        )
+        key = self.compiled.fitting(keys, exact)
+        group, columns, *_ = key.sizes
         keeps, stay = np.zeros((2, group), np.int32)
         keeps[: len(keep)], stay[: len(protected)] = keep, protected
         args = (
             most, columns, method, artefacts, self.cache, self._padded(slots, group),
             keeps, stay,
         )  # fmt: skip
-        return self._call(key(columns, group), args)
+        return self._call(key, args)
 
     def empty_call(self, slots: Sequence[int]) -> StepCall:
         marked = np.zeros(self.config.num_rows, bool)

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, NamedTuple
 
@@ -143,15 +143,13 @@ class CompiledSteps:
             self.meet()
         self.waited += time.perf_counter() - start
 
-    def fitting(
-        self, size: int, sizes: Sequence[int], key: Callable[[int], StepKey], exact: bool = False
-    ) -> int:
-        """The size to run for `size`: the least of some ascending ones that holds it (the last, if
-        none does), or the least of those that is compiled where larger ones do."""
-        holding = [one for one in sizes if one >= size] or [sizes[-1]]
+    def fitting(self, keys: Iterable[StepKey], exact: bool = False) -> StepKey:
+        """The step to run of those that do, the best first: that one, or the first that is compiled
+        where larger ones do."""
+        best, *others = keys
         if exact or not self.flexible:
-            return holding[0]
-        return next((one for one in holding if key(one) in self.seconds), holding[0])
+            return best
+        return next((key for key in (best, *others) if key in self.seconds), best)
 
     def add(self, call: StepCall) -> None:
         """Compile a call."""

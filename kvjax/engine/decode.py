@@ -215,6 +215,7 @@ def decode(
     rule: DecodeRule | None,
     num_steps: int,
     num_top: int | None,
+    columns: int | None,
     params: nnx.State,
     cache: PagedCache,
     state: SlotState,
@@ -233,6 +234,8 @@ def decode(
         rule: what steps do to the numbers of each KV (static).
         num_steps: most tokens of a loop (static).
         num_top: likeliest tokens to report (static); None for no probabilities.
+        columns: blocks that a head of these sequences may own, before and afterwards (static); None
+            for as many as the cache allows. Rows of block tables are copied so wide.
         params: the model's parameters.
         cache: the cache (donate it).
         state: the slots' states (donate them).
@@ -241,7 +244,7 @@ def decode(
         eos_ids: tokens that end a sequence.
         artefacts: calibrated arrays by name, for rules that read them.
     """
-    loop = _Loop(config, rule, num_top, None, params, eos_ids, artefacts)
+    loop = _Loop(config, rule, num_top, columns, None, params, eos_ids, artefacts)
 
     def go_on(run: _Run) -> Bool[Array, ""]:
         return (run.step < limit) & run.ok & jnp.any(run.rows.active)
@@ -255,6 +258,7 @@ def decode_once(
     rule: DecodeRule | None,
     num_steps: int,
     num_top: int | None,
+    columns: int | None,
     effort: int,
     params: nnx.State,
     cache: PagedCache,
@@ -275,7 +279,7 @@ def decode_once(
 
     The others are those of `decode`.
     """
-    loop = _Loop(config, rule, num_top, effort, params, eos_ids, artefacts)
+    loop = _Loop(config, rule, num_top, columns, effort, params, eos_ids, artefacts)
     first = loop.begin(cache, state, slots, 1)
     # Where what is shared finds no room nothing runs.
     waiting = dataclasses.replace(first.rows, active=first.rows.active & first.ok)
@@ -304,6 +308,7 @@ class _Loop:
     config: ModelConfig
     rule: DecodeRule | None
     num_top: int | None
+    columns: int | None
     effort: int | None
     params: nnx.State
     eos_ids: Int32[Array, " E"]
@@ -315,7 +320,7 @@ class _Loop:
 
     def begin(self, cache: PagedCache, state: SlotState, slots: Array, most: int) -> _Run:
         """Before the first of at most so many steps."""
-        part = take_slots(cache, slots)
+        part = take_slots(cache, slots, self.columns)
         rows = jax.tree.map(lambda x: x.at[slots].get(mode="fill", fill_value=0), state)
         size, told = (most, slots.shape[0]), None
         if self.num_top is not None:

@@ -5,6 +5,7 @@ the text of the round before.
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -269,9 +270,7 @@ class Engine:
                     self._compress(requests)
                 case Decode():
                     with self.phase("decode"):
-                        for part in (
-                            self.beside.decode_parts(decision) if self.beside else [decision]
-                        ):
+                        for part in self._decoded_together(decision):
                             self.reports.loops += self._decode(part)
                 case Preempt(request):
                     self._preempt(request)
@@ -321,7 +320,7 @@ class Engine:
             return
         assert request.slot is not None
         self.worker.share(match.row, request.slot)
-        self.scheduler.prefixes.continued(match)
+        self.scheduler.note_continued(request.slot, match)
         self.metrics.continued(len(match.tokens))
 
     def _retain(self, job: PromptJob) -> None:
@@ -371,6 +370,20 @@ class Engine:
             report = wait(self.worker.insert(job, request.slot, num_top([request])))
         self.reports.starts.append((job, report))
 
+    def _decoded_together(self, decode: Decode) -> Iterator[Decode]:
+        """Decode steps by who takes part in one."""
+        for part in self.worker.decode_tables.parts(self._longest(decode.requests)):
+            some = dataclasses.replace(decode, requests=tuple(decode.requests[i] for i in part))
+            if self.beside is None:
+                yield some
+            else:
+                yield from self.beside.decode_parts(some, max(self._longest(some.requests)))
+
+    def _longest(self, requests: Sequence[Request]) -> list[int]:
+        """KVs that a head of each may hold once decode steps have run."""
+        held = self.scheduler.accounts.longest
+        return [self.worker.grown(int(held[r.slot])) for r in requests if r.slot is not None]
+
     def _decode(self, decode: Decode) -> list[tuple[Decode, list[DecodeReport]]]:
         """Decode some requests together; one by one where that raises, to see whose fault it is."""
         requests = decode.requests
@@ -382,6 +395,7 @@ class Engine:
                 min(decode.steps, most),
                 cast(DecodeRule | None, decode.rule),
                 num_top(requests),
+                max(self._longest(requests)),
                 effort_of([r.sampling for r in requests]),
             )
         except Exception as error:
@@ -433,13 +447,16 @@ class Engine:
         for request in requests:
             most = request.compression.max_kvs_per_step
             groups.setdefault((request.method, most), []).append(request)
+        held = self.scheduler.accounts.longest
         for (method, most), group in groups.items():
-            parts: list[Sequence[Request]] = [group]
-            if self.beside is not None:
-                longest = max(int(self.scheduler.accounts.longest[r.slot]) for r in group)
-                parts = self.beside.compress_parts(group, method, most, longest)
-            for part in parts:
-                yield method, most, part
+            of_group = [int(held[request.slot]) for request in group]
+            for places in self.worker.compress_tables.parts(of_group):
+                some, longest = [group[i] for i in places], max(of_group[i] for i in places)
+                parts: list[Sequence[Request]] = [some]
+                if self.beside is not None:
+                    parts = self.beside.compress_parts(some, method, most, longest)
+                for part in parts:
+                    yield method, most, part
 
     def _preempt(self, request: Request) -> None:
         """Free what a request holds; the scheduler puts it back into the queue."""

@@ -1,5 +1,6 @@
 """What goes where in a device's memory, decided before anything runs."""
 
+import bisect
 import contextlib
 import dataclasses
 import gc
@@ -18,6 +19,7 @@ from kvjax.checks import INT32_MAX
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.decode import init_slots
 from kvjax.engine.probe import NOTHING, Behind
+from kvjax.engine.tables import Tables
 from kvjax.errors import UserError
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
@@ -143,33 +145,39 @@ def plan_sizes(
     states = jax.eval_shape(lambda: init_slots(rows))
     tables = spec.table_bytes(rows, width)
     tables += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
-    # Rows of float32 logits with their sampling copies, those of attention that a decode step keeps
-    # for its statistic, activations of a chunk, one layer's attention over the scratch; a gathered
-    # copy of the tables of those that take part.
-    heads_of_a_layer = spec.num_kv_heads
+    # Rows of float32 logits with their sampling copies, activations of a chunk, one layer's
+    # attention over the scratch; a gathered copy of what those that take part have beside tables.
     workspace = (
         slots * shape.vocab_size * 4 * 3
-        + slots * heads_of_a_layer * shape.group_size * width * b * 4
         + chunk * (4 * shape.hidden_size + 3 * mlp) * dtype.itemsize
         + spec.attention_bytes(scratch_tokens)
-        + tables
+        + slots * spec.window_bytes
     )
+
+    def of_tables(blocks: int) -> int:
+        """A gathered copy of the tables of those that take part in a decode step, and logits of
+        attention that it keeps of a layer for its statistic."""
+        rows, columns = Tables.of(width, b, slots, blocks, heads).largest
+        kept = spec.num_kv_heads * shape.group_size * b * 4
+        return rows * columns * (spec.heads * 4 + kept)
+
     if behind.tokens:
         # What some of a probe's queries pay every key of the prompt.
         workspace += AT_ONCE * spec.num_kv_heads * shape.group_size * scratch_tokens * 4
     if behind.drafted:
         workspace += spec.scratch_bytes(scratch_tokens + behind.drafted)
-    fixed = weights + scratch + tables + workspace
     # Steps number the pool's KVs in int32.
     most_blocks = INT32_MAX // b
+    room = limit - weights - scratch - tables - workspace
     if config.pool_tokens is not None:
         blocks = heads * spec.blocks_per_head(config.pool_tokens)
     elif config.pool_bytes is not None:
         blocks = spec.blocks_in(config.pool_bytes // devices, config.sharing)
     else:
-        most = rows * heads * width
-        blocks = min(most, spec.blocks_in(limit - fixed, config.sharing), most_blocks)
-    pool = spec.pool_bytes(blocks, config.sharing)
+        most = min(rows * heads * width, most_blocks)
+        taken = lambda n: spec.pool_bytes(n, config.sharing) + of_tables(n)  # noqa: E731
+        blocks = max(0, bisect.bisect_right(range(most + 1), room, key=taken) - 1)
+    pool, workspace = spec.pool_bytes(blocks, config.sharing), workspace + of_tables(blocks)
     plan = MemoryPlan(
         weights, pool, tables, scratch, workspace, limit, blocks * shards, whole, devices
     )

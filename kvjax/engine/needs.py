@@ -6,7 +6,6 @@ One sequence at a time: larger batches are quicker, and none of them is needed.
 import copy
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -60,9 +59,10 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
     key = worker.start_call(request, outside, None, None, top).key
     fits = worker.fits
     yield Need(key, lambda: of_shapes(worker.start_call(request, outside, logits(), fits, top)))
-    yield _need(worker.decode_call([outside], 1, request.method.decode, top))
+    longest = request.length + request.remaining
+    yield _need(worker.decode_call([outside], longest, 1, request.method.decode, top))
     if request.budget is not None:
-        longest, most = request.length + request.remaining, request.compression.max_kvs_per_step
+        most = request.compression.max_kvs_per_step
         yield _need(worker.compress_call([outside], [0], [0], request.method, most, longest))
     if request.report_kept:
         written = len(request.prompt) + worker.config.decode_steps_per_sync
@@ -78,20 +78,31 @@ def needs_ahead(worker: Worker, request: Request) -> Iterator[Need]:
         yield from needs_of(worker, one)
     worker, top, outside = without_state(worker), num_top([request]), worker.config.num_rows
 
-    for group in worker.decode_sizes:
+    rule = request.method.decode
+    for group, longest in decoded_ahead(worker, request):
         slots = [outside] * group
-        yield _need(worker.decode_call(slots, 1, request.method.decode, top, exact=True))
+        yield _need(worker.decode_call(slots, longest, 1, rule, top, exact=True))
         for one in drawn if worker.decodes_once else ():
             effort = effort_of([one.sampling])
-            yield _need(worker.once_call(slots, request.method.decode, top, effort, exact=True))
+            yield _need(worker.once_call(slots, longest, rule, top, effort, exact=True))
     if request.budget is None:
         return
     most = request.compression.max_kvs_per_step
-    for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):
+    for group, width in worker.compress_tables.holding(1, 1):
         slots, longest = [outside] * group, width * worker.cache.block_size
         yield _need(
             worker.compress_call(slots, slots, slots, request.method, most, longest, exact=True)
         )
+
+
+def decoded_ahead(worker: Worker, request: Request) -> Iterator[tuple[int, int]]:
+    """Sequences, and KVs of their longest heads, of every size of decode steps that such a request
+    has use for: those of its prompt's width, and the widest, which does for all."""
+    tables = worker.decode_tables
+    widths = {tables.width_of(worker.grown(request.length)), tables.widths[-1]}
+    for group, width in tables.holding(1, 1):
+        if width in widths:
+            yield group, width * tables.block_size
 
 
 def however_drawn(worker: Worker, request: Request) -> list[Request]:

@@ -153,6 +153,11 @@ class Scheduler:
         self.accounts.free[:] = free
         self._chunk_fitted = False
 
+    def note_continued(self, slot: int, match: Prefix) -> None:
+        """A slot holds what a prefix does, until more is reported of it."""
+        self.accounts.longest[slot] = len(match.tokens)
+        self.prefixes.continued(match)
+
     def note_forgotten(self, prefix: Prefix, free: np.ndarray | int) -> None:
         """A prefix was given up; so many blocks are free now."""
         self.prefixes.remove(prefix)

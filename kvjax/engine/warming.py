@@ -1,7 +1,6 @@
 """Steps that are compiled before they are needed: what `LLM.warm_up` does, in parts."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from kvjax.checks import check_whole
 from kvjax.engine.agreement import plain_compression
 from kvjax.engine.checks import checked_request
 from kvjax.engine.interrupts import held
-from kvjax.engine.needs import however_drawn, needs_of, sharing
+from kvjax.engine.needs import decoded_ahead, however_drawn, needs_of, sharing
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import MAX_LOGPROBS, SamplingParams, effort_of
 from kvjax.engine.worker import Worker
@@ -92,15 +91,15 @@ def _steps(worker: Worker, request: Request, top: int | None) -> Iterator[Callab
 
     drawn = however_drawn(worker, request)
     yield prompt
-    for group in worker.decode_sizes:
+    for group, longest in decoded_ahead(worker, request):
         # A loop may run for no steps; a single step is one.
         slots, limit = [outside] * group, int(worker.decodes_once)
         for one in drawn:
-            effort = effort_of([one.sampling])
-            yield functools.partial(worker.decode, slots, limit, request.method.decode, top, effort)
+            given = slots, limit, request.method.decode, top, longest, effort_of([one.sampling])
+            yield functools.partial(worker.decode, *given)
     if request.budget is not None:
         method, most = request.method, request.compression.max_kvs_per_step
-        for group, width in itertools.product(worker.compress_sizes, worker.compress_widths):
+        for group, width in worker.compress_tables.holding(1, 1):
             slots, longest = [outside] * group, width * worker.cache.block_size
             yield functools.partial(worker.compress, slots, slots, slots, method, most, longest)
     yield functools.partial(worker.empty, [])

@@ -172,7 +172,7 @@ class Worker(Calls):
         # The longest first: they share the cores.
         self.compiled.compile(
             [
-                self.decode_call([0], 1, request.method.decode, top),
+                self.decode_call([0], self.grown(request.length), 1, request.method.decode, top),
                 *further,
                 chunk,
                 self.empty_call([]),
@@ -214,20 +214,32 @@ class Worker(Calls):
         limit: int,
         rule: DecodeRule | None,
         num_top: int | None,
+        longest: int,
         effort: int = FILTERED,
     ) -> list[DecodeReport]:
         """Up to `limit` tokens for every active one of `slots`; rows beyond them are padding.
-        `effort`: what choosing a token takes of them. Returns what will be told of them,
-        of all steps at once or of one after the other."""
+
+        Args:
+            slots: sequence slots, as many as may take part (`decode_tables`).
+            limit: tokens of each.
+            rule: what steps do to the numbers of each KV.
+            num_top: likeliest tokens to report.
+            longest: no head of theirs holds more KVs afterwards.
+            effort: what choosing a token takes of them.
+
+        Returns:
+            What will be told of them, of all steps at once or of one after the other.
+        """
         once = limit > 0 and self.decodes_once
         if once and self.compiled.flexible:
-            once = self.once_key(len(slots), rule, num_top, effort) in self.compiled.seconds
+            key = self.once_key(len(slots), longest, rule, num_top, effort)
+            once = key in self.compiled.seconds
         reports = []
         for _ in range(limit if once else 1):
             if once:
-                call = self.once_call(slots, rule, num_top, effort)
+                call = self.once_call(slots, longest, rule, num_top, effort)
             else:
-                call = self.decode_call(slots, limit, rule, num_top)
+                call = self.decode_call(slots, longest, limit, rule, num_top)
             try:
                 self.cache, self.state, report = self.compiled.run(call)
             except Exception:

@@ -242,7 +242,7 @@ def decode_some(
     """`decode` by the model alone; returns cache and states, the new tokens, which slots go on,
     and whether there was room. `config` and `num_steps` are static."""
     cache, state, report = decode(
-        config, None, num_steps, None, params, cache, state, slots, limit, eos_ids
+        config, None, num_steps, None, None, params, cache, state, slots, limit, eos_ids
     )
     return cache, state, report.tokens, report.active, report.ok
 

@@ -127,7 +127,7 @@ def test_a_loop_measures_only_those_that_are_observed(start):
     @QUICKLY
     def loop(params, cache, state, slots):
         return decode(
-            MODEL, get_method("a2sf").decode, 4, None, params, cache, state, slots,
+            MODEL, get_method("a2sf").decode, 4, None, None, params, cache, state, slots,
             jnp.int32(3), jnp.full(1, -1),
         )  # fmt: skip
 

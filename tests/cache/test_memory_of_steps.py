@@ -35,7 +35,7 @@ def decode(method: str) -> tuple:
         state = init_slots(SHAPES.S)
 
     def step(cache, params, state, slots, limit, eos):
-        run = partial(decode_loop, MODEL, get_method(method).decode, 4, None)
+        run = partial(decode_loop, MODEL, get_method(method).decode, 4, None, None)
         return run(params, cache, state, slots, limit, eos)
 
     params = abstract_params(MODEL, jnp.float32)

@@ -304,7 +304,7 @@ def test_a_warm_up_holds_up_nobody(tiny_params, expected):
             assert placed == [(32,), (128,), (64,)]
             known = set(llm.llm.worker.compiled.seconds)
             decoded = {key.sizes[0] for key in known if key.step == "decode"}
-            assert decoded == set(llm.llm.worker.decode_sizes)
+            assert decoded == set(llm.llm.worker.decode_tables.sizes(1))
             (after,) = await llm.generate(prompts_of(LONG), greedy(20))
             assert after.token_ids == expected[1]
             assert set(llm.llm.worker.compiled.seconds) == known
@@ -324,8 +324,9 @@ def test_nothing_is_compiled_after_a_warm_up(tiny_params):
             warmed = set(llm.llm.worker.compiled.seconds)
             # Without one of these a loop takes its place until it is compiled.
             singles = {key.sizes for key in warmed if key.step == "decode once"}
+            sizes = llm.llm.worker.decode_tables.holding(1, 1)
             kinds = (GREEDY, DRAWN, FILTERED)
-            assert singles == set(itertools.product(llm.llm.worker.decode_sizes, kinds))
+            assert singles == {(*size, kind) for size, kind in itertools.product(sizes, kinds)}
             for sampling in ({}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}):
                 await llm.generate(prompts_of(LONG, LONG, LONG), greedy(12, **sampling))
             assert set(llm.llm.worker.compiled.seconds) == warmed

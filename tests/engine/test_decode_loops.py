@@ -32,7 +32,7 @@ BLOCKS = 20 * HEADS
 _prefill = jax.jit(prefill.prefill, static_argnums=(0, 1))
 _place = jax.jit(insert.place)
 _start = jax.jit(insert.start, static_argnums=(0, 1))
-_decode = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3))
+_decode = jax.jit(decode.decode, static_argnums=(0, 1, 2, 3, 4))
 _empty = jax.jit(reclaim.empty)
 _compress = jax.jit(reclaim.compress_slots, static_argnums=(0, 1))
 
@@ -85,7 +85,7 @@ class Bench:
 
     def loop(self, *slots: int, limit: int = STEPS, eos=NO_EOS) -> decode.DecodeReport:
         self.cache, self.state, report = _decode(
-            TINY, METHOD.decode, STEPS, TOP, self.params, self.cache, self.state,
+            TINY, METHOD.decode, STEPS, TOP, None, self.params, self.cache, self.state,
             np.asarray(slots, np.int32), np.int32(limit), np.asarray(eos, np.int32),
         )  # fmt: skip
         return report

@@ -26,7 +26,7 @@ def abstract(tree) -> Any:
 
 
 def loop(method: str, num_top: int | None = None, stacked: bool = True) -> tuple:
-    run = partial(decode.decode, MODEL, get_method(method).decode, 4, num_top)
+    run = partial(decode.decode, MODEL, get_method(method).decode, 4, num_top, None)
     params = abstract_params(MODEL, jnp.float32, stacked)
     state = abstract(decode.init_slots(SHAPES.S))
 

@@ -52,8 +52,8 @@ def test_it_does_what_a_loop_of_one_turn_does(tiny_params, spare, fits):
     )
     slots, eos = jnp.asarray([1, 0, S, S]), jnp.asarray([-1])
     cache = shared_by_two(3 * EACH + spare)
-    loop = decode(TINY, RULE, 4, 2, tiny_params, cache, state, slots, jnp.int32(1), eos)
-    once = decode_once(TINY, RULE, 4, 2, 0, tiny_params, cache, state, slots, eos)
+    loop = decode(TINY, RULE, 4, 2, None, tiny_params, cache, state, slots, jnp.int32(1), eos)
+    once = decode_once(TINY, RULE, 4, 2, None, 0, tiny_params, cache, state, slots, eos)
     reports = loop[2], once[2]
     assert bool(once[2].ok) is fits
     assert np.asarray(once[2].active).tolist() == [not fits, True, False, False]

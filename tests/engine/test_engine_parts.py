@@ -138,17 +138,13 @@ def test_sizes_that_steps_are_compiled_for():
     assert sizes_upto(64, 1, 4) == (1, 4, 16, 64)
     assert sizes_upto(48, 64, 4) == (48,)
     assert sizes_upto(1, 1, 2) == (1,)
-    known, sizes = CompiledSteps(), (1, 4, 12)
-    known.seconds[StepKey("decode", sizes=(12,))] = 1.0
-
-    def chosen(exact: bool = False) -> list[int]:
-        keys = (lambda n: StepKey("decode", sizes=(n,))), exact
-        return [known.fitting(n, sizes, *keys) for n in (0, 1, 2, 4, 5, 12, 13)]
-
-    assert chosen() == [1, 1, 4, 4, 12, 12, 12]
+    known, keys = CompiledSteps(), [StepKey("decode", sizes=(n,)) for n in (1, 4, 12)]
+    known.seconds[keys[1]] = 1.0
+    assert known.fitting(iter(keys)) is keys[0]
     known.flexible = True
-    assert chosen() == [12] * 7
-    assert chosen(exact=True) == [1, 1, 4, 4, 12, 12, 12]
+    assert known.fitting(iter(keys)) is keys[1]
+    assert known.fitting(keys, exact=True) is keys[0]
+    assert known.fitting(keys[2:]) is keys[2]
 
 
 def request_of(order: int, length: int, budget: int | None, max_tokens: int = 10, **settings):

@@ -102,8 +102,8 @@ def test_a_single_step_makes_the_host_wait_for_nothing(effort: int) -> None:
         return lowered.as_text()
 
     waits = re.compile(r"stablehlo\.(while|case|if)\b")
-    once = functools.partial(decode_once, MODEL, rule, 8, None, effort)
+    once = functools.partial(decode_once, MODEL, rule, 8, None, None, effort)
     assert not waits.findall(text(once))
-    loop = functools.partial(decode, MODEL, rule, 8, None)
+    loop = functools.partial(decode, MODEL, rule, 8, None, None)
     limit = jax.ShapeDtypeStruct((), jnp.int32)
     assert {"while", "case"} == set(waits.findall(text(loop, limit)))

@@ -73,7 +73,7 @@ def engine():
 
 def test_a_decode_step(engine):
     groups, hidden = 2, TINY.hidden_size
-    call = engine.worker.decode_call([0, 1], 1, None, None)
+    call = engine.worker.decode_call([0, 1], 1, 1, None, None)
     stream = ("all_reduce", f"{groups}x1x{hidden}xf32")
     assert collectives(call) == sorted(
         [
@@ -89,20 +89,20 @@ def test_a_decode_step(engine):
 
 def test_what_rounds_are_told_again_is_on_the_devices_already(engine):
     """It would be put onto each of them in every round, by the host."""
-    first, again = (engine.worker.decode_call([0, 1], 1, None, None).args for _ in range(2))
+    first, again = (engine.worker.decode_call([0, 1], 1, 1, None, None).args for _ in range(2))
     assert all(one is other for one, other in zip(first[7:9], again[7:9], strict=True))
-    other = engine.worker.decode_call([1], 1, None, None).args
+    other = engine.worker.decode_call([1], 1, 1, None, None).args
     assert (first[7].tolist(), other[7].tolist()) == ([0, 1], [1])
     assert int(other[8]) == 1
     assert first[7].sharding.is_fully_replicated
     assert len(first[7].sharding.device_set) == 3
-    assert engine.worker.decode_call([1], 5, None, None).args[8] == 5
+    assert engine.worker.decode_call([1], 1, 5, None, None).args[9] == 5
 
 
 def test_what_the_host_is_told_is_of_all_devices_and_lies_on_each(engine):
     """Blocks by device, KVs over all of them: fetched from one device, however many there are."""
     parallel = engine.worker.parallel
-    call = engine.worker.decode_call([0, 1], 1, None, None)
+    call = engine.worker.decode_call([0, 1], 1, 1, None, None)
     told = call.step.eval_shape(*call.args)[2]
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(told))
 
@@ -178,7 +178,7 @@ def test_replicas_gather_the_queries_of_their_heads():
     own = f"1x{TINY.group_size}x{TINY.head_dim}xf32"
     for call, rows, logits, told in (
         (
-            engine.worker.decode_call([0, 1], 1, None, None),
+            engine.worker.decode_call([0, 1], 1, 1, None, None),
             "2x1x",
             "2x",
             [FITS, ("all_gather", "9x3xi32")],
@@ -217,4 +217,4 @@ def test_a_compression_tells_no_scores(engine):
 
 def test_one_device_tells_nobody_anything():
     worker = engine_of(1, "kv-compress").worker
-    assert collectives(worker.decode_call([0, 1], 1, None, None)) == []
+    assert collectives(worker.decode_call([0, 1], 1, 1, None, None)) == []
