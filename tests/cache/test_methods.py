@@ -14,7 +14,7 @@ import pytest
 from kvjax import cache as kv
 from kvjax.cache.methods import METHODS, get_method
 from kvjax.cache.policy import LayerView
-from tests.oracle.methods import KEEPS, KEEPS_IN_POOL, KEEPS_OF_SHORT
+from tests.oracle.methods import KEEPS, KEEPS_IN_POOL, KEEPS_OF_SHORT, SCORES
 from tests.oracle.question_free import calibrated
 from tests.oracle.scores import Prompt
 from tests.oracle.selection import newest_of
@@ -137,6 +137,8 @@ def positions(cache: kv.PagedCache, slot: int) -> dict[tuple[int, int], list[int
 
 def test_the_oracle_knows_every_method():
     assert set(KEEPS) == set(METHODS)
+    scored = {name.split(":")[-1] for name, method in METHODS.items() if method.compresses}
+    assert scored <= set(SCORES)
 
 
 # Each wrapper is a program of its own that takes long to compile.
