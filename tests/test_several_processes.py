@@ -119,6 +119,33 @@ def test_same_tokens_and_same_kvs_as_in_one_process(tiny_folder, running):
         assert others == [one[:3]] * (count - 1)
 
 
+JOINS = """
+import sys
+from kvjax.engine.processes import join
+
+together = join(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]), 60)
+print(together.exchange(sys.argv[1]))
+together.close()
+"""
+
+
+def test_no_proxy_stands_between_processes(running, monkeypatch):
+    """Whatever the environment names for others, and whatever it leaves out."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.setenv(name, "elsewhere")
+        port = str(free_port())
+        running += [started(["-c", JOINS, index, port]) for index in ("0", "1")]
+        for one in running:
+            out, err = one.communicate(timeout=300)
+            assert one.returncode == 0, err
+            assert out == "['0', '1']\n"
+            assert "proxy" not in err, "JAX warns of what cannot be"
+
+
 CHECKPOINTS = """
 import json, sys
 from pathlib import Path

@@ -39,6 +39,8 @@ EXCHANGE_MS = 24 * 3600 * 1000
 LINGER_SECONDS = 1.0
 """The coordination service ends with the first process: others read the last words before."""
 _LEAVE_SECONDS = 5.0
+_BESIDE_PROXIES = "no_grpc_proxy"
+"""The variable of the environment in which gRPC looks for hosts that no proxy stands before."""
 _MOST_SECONDS = 24 * 3600
 _ROOT = "kvjax"
 
@@ -325,6 +327,8 @@ def join(
             _check_port(coordinator)
     # It would take SIGTERM from those who handle it.
     jax.config.update("jax_enable_preemption_service", False)
+    # It would warn of variables by which nothing hangs here.
+    jax.config.update("jax_check_proxy_envs", False)
     errors: list[Exception] = []
 
     def initialize() -> None:
@@ -334,6 +338,8 @@ def join(
             if given["process_id"]:
                 links.append(Link(_address(given["coordinator_address"])))
                 given["coordinator_address"] = links[0].address
+            # gRPC would ask the proxy that an environment names for others: for this port, too.
+            os.environ[_BESIDE_PROXIES] = _address(given["coordinator_address"])[0]
             jax.distributed.initialize(**given, initialization_timeout=_MOST_SECONDS)
         except Exception as error:
             errors.append(error)
