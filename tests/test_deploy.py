@@ -1,8 +1,14 @@
 """The files of deploy/ ask for what `kvjax serve` has, and fit together."""
 
 import argparse
+import os
 import re
 import shlex
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +116,32 @@ def test_jobs_and_units(name, coordinator):
     assert options.coordinator == coordinator
     (seconds,) = re.findall(r"(?:TERM@|TimeoutStopSec=)(\d+)", text)
     assert int(seconds) > options.drain
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_a_container_is_as_healthy_as_its_server(status):
+    """Whatever proxy the environment names for others, as Docker hands on its user's."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    text = (FOLDER.parent / "Dockerfile").read_text().replace("\\\n", " ")
+    (asked,) = re.findall(r"^HEALTHCHECK .*CMD python -c +\"(.*)\"$", text, re.MULTILINE)
+    with HTTPServer(("127.0.0.1", 0), Answer) as server, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = subprocess.run(
+            [sys.executable, "-c", asked.replace(":8000", f":{server.server_port}")],
+            env={**os.environ, "http_proxy": f"http://127.0.0.1:{nobody.getsockname()[1]}"},
+            capture_output=True, check=False, timeout=60,
+        )  # fmt: skip
+        server.shutdown()
+    assert (done.returncode == 0) == (status == 200), done.stderr
 
 
 def test_processes_are_compared_by_all_that_they_have_to_have_alike():
