@@ -149,7 +149,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--out", type=Path, default=Path("results.jsonl"), help="results file (%(default)s)"
+        "--out", type=Path, help="results file (results.jsonl; with --paper the table's name)"
     )
     output.add_argument("--table", type=Path, help="Markdown page (beside --out)")
     output.add_argument(
@@ -174,6 +174,8 @@ def run(options: argparse.Namespace) -> int:
     from kvjax.eval.sizes import EvaluatorConfig
 
     paper = chosen_table(options) if options.paper is not None else None
+    if options.out is None:
+        options.out = Path("results.jsonl" if paper is None else f"{paper.name}.jsonl")
     fill_in(options, QUICK if options.quick else USUAL)
     stored = split_list("kv-dtype", options.cache_dtypes) if options.cache_dtypes else []
     check_cache_dtypes(name for name in stored if name not in PROMPT_CODECS)

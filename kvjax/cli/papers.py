@@ -65,8 +65,6 @@ def chosen_table(options: argparse.Namespace) -> "PaperTable":
     options.tasks = ",".join(f"{table.task}/{one}" for one in table.columns if one in there)
     options.rows = ALL_ROWS if options.rows is None else options.rows
     options.free_tokens = 0
-    if options.out == Path("results.jsonl"):
-        options.out = Path(f"{table.name}.jsonl")
     return table
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvjax.cli import main_of
+from kvjax.cli import evaluate, main_of
 from kvjax.cli.main import main, run_command
 from kvjax.cli.papers import SAID
 from kvjax.eval import papers
@@ -207,6 +207,24 @@ def test_what_a_table_says_itself_is_refused(tiny, arguments):
     code, _, err = tiny("--paper", "kv-compress-1", *arguments)
     assert code == 2
     assert f"error: --paper kv-compress-1 says that itself: leave out {arguments[0]}" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [((), "kv-compress-1"), (("--out", "results.jsonl"), "results")],
+)
+def test_results_go_where_they_were_asked_to(folder, tmp_path, monkeypatch, given, written):
+    outs = []
+
+    def evaluated(options, config, variants, protocols, table, *_):
+        outs.append((str(options.out), str(table)))
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "evaluate", evaluated)
+    command = ["--paper", "kv-compress-1", "--longbench", str(folder), *given]
+    assert main_of(EVALUATE, command) == 0
+    assert outs == [(f"{written}.jsonl", f"{written}.md")]
 
 
 def test_rows_of_no_column_are_refused(tiny, folder):
