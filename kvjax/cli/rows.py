@@ -173,12 +173,13 @@ def check_rows(options: argparse.Namespace) -> None:
     Raises:
         UserError: no such task, no such file, or a number out of range.
     """
-    from kvjax.eval.tasks import expand_tasks, get_task
+    from kvjax.eval.tasks import check_data, expand_tasks, get_task
 
     if options.tasks is not None:
-        for name in expand_tasks(split_list("tasks", options.tasks)):
+        names = split_list("tasks", options.tasks)
+        for name in expand_tasks(names):
             get_task(name)
-        task_options(options)
+        check_data(names, task_options(options))
     _prompt_rows(options)
 
 

@@ -56,13 +56,11 @@ def _text_field(value: object) -> str:
     raise ValueError('no object with a text named "text"')
 
 
-def read_texts(path: Path) -> list[str]:
-    """The texts of a file, or of every text file of a folder in order of their names.
-
-    Text files are .txt, .md, and JSON or JSONL with a field "text"; each may end in .gz.
+def text_files(path: Path) -> list[Path]:
+    """A file, or every text file of a folder in order of their names; none is read.
 
     Raises:
-        UserError: there is no such path, no text in it, or a file cannot be read.
+        UserError: there is no such path, or no such file in it.
     """
     if not path.exists():
         raise UserError(f"there is no {path}: give a text file or a folder of them")
@@ -71,8 +69,19 @@ def read_texts(path: Path) -> list[str]:
         files = sorted(file for file in path.iterdir() if file.name.endswith(TEXT_ENDINGS))
         if not files:
             raise UserError(f"{path} holds no text file (any of {', '.join(TEXT_ENDINGS)})")
+    return files
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file, or of every text file of a folder in order of their names.
+
+    Text files are .txt, .md, and JSON or JSONL with a field "text"; each may end in .gz.
+
+    Raises:
+        UserError: there is no such path, no text in it, or a file cannot be read.
+    """
     texts = []
-    for file in files:
+    for file in text_files(path):
         try:
             texts += [text for text in _texts_of(file) if text.strip()]
         except (ValueError, RecursionError) as error:

@@ -59,3 +59,27 @@ def test_names_are_listed_without_a_model(capsys):
     assert set(choose_methods("all", calibrated=True)) <= set(names)
     assert {"needle", "ruler-vt", "ruler", "longbench"} <= set(names[names.index("tasks:") :])
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines if line.startswith(" "))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("continuation", "the task continuation needs long texts: give --texts or --data"),
+        ("longbench/lcc", "LongBench needs its rows: give --longbench or --data"),
+        ("ruler13", "ruler13 needs RULER's files: give --ruler13 or --data"),
+        ("gsm8k", "gsm8k needs its rows: give --gsm8k or --data"),
+        ("xsum", "xsum needs its rows: give --xsum or --data"),
+        ("needle --haystack EMPTY", "EMPTY holds no text file"),
+        ("continuation --texts EMPTY", "EMPTY holds no text file"),
+        ("longbench --longbench EMPTY", "EMPTY lacks dataset2prompt.json"),
+        ("ruler13/4096 --ruler13 EMPTY", "EMPTY holds no task of RULER"),
+        ("gsm8k --gsm8k EMPTY", "EMPTY holds no .jsonl"),
+    ],
+)
+def test_missing_data_are_refused_before_a_model_is_loaded(tmp_path, capsys, given, says):
+    (tmp_path / "empty").mkdir()
+    arguments = given.replace("EMPTY", str(tmp_path / "empty")).split()
+    command = ["--weights", "/no/weights", "--out", str(tmp_path / "r.jsonl"), "--tasks"]
+    assert main_of(EVALUATE, [*command, *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {says.replace('EMPTY', str(tmp_path / 'empty'))}")

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Sequence
 
 from kvjax.errors import UserError
+from kvjax.eval.files import text_files
 from kvjax.eval.rows import Row
 from kvjax.eval.tasks import continuation, datasets, longbench, needles, news, ruler, ruler_files
 from kvjax.eval.tasks.base import Context, MakeRows, TaskOptions
@@ -63,6 +64,26 @@ def expand_tasks(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, [name])))
 
 
+def check_data(names: Sequence[str], options: TaskOptions) -> None:
+    """Refuse, before there is a model, tasks whose data are not there; no row is read.
+
+    Raises:
+        UserError: says which, and what is looked for.
+    """
+    if options.haystack is not None:
+        text_files(options.haystack)
+    for name in expand_tasks(names):
+        kind, _, part = name.partition("/")
+        if kind == "continuation":
+            text_files(continuation.source(options))
+        elif kind in ("gsm8k", "xsum"):
+            datasets.sources(getattr(options, kind), kind)
+        elif kind == "longbench":
+            longbench.sources(options, part or None)
+        elif kind == ruler_files.NAME:
+            ruler_files.sources(options, int(part) if part else None)
+
+
 def make_rows(names: Sequence[str], context: Context) -> list[Row]:
     """The rows of some tasks, in their order.
 
@@ -73,4 +94,13 @@ def make_rows(names: Sequence[str], context: Context) -> list[Row]:
     return [row for task in tasks for row in task(context)]
 
 
-__all__ = ["GROUPS", "TASKS", "Context", "TaskOptions", "expand_tasks", "get_task", "make_rows"]
+__all__ = [
+    "GROUPS",
+    "TASKS",
+    "Context",
+    "TaskOptions",
+    "check_data",
+    "expand_tasks",
+    "get_task",
+    "make_rows",
+]

@@ -1,9 +1,11 @@
 """Long texts to go on with: how well the true following text is predicted."""
 
+from pathlib import Path
+
 from kvjax.errors import UserError
 from kvjax.eval.files import read_texts
 from kvjax.eval.rows import Row
-from kvjax.eval.tasks.base import Context, count_tokens, cut_text
+from kvjax.eval.tasks.base import Context, TaskOptions, count_tokens, cut_text
 from kvjax.models.tokenizer import Tokenizer
 
 MARGIN = 32
@@ -20,6 +22,17 @@ def needed(tokenizer: Tokenizer, text: str, tokens: int) -> int:
     return 5 * len(text) * tokens // (4 * max(1, count_tokens(tokenizer, text)))
 
 
+def source(options: TaskOptions) -> Path:
+    """Where the long texts are.
+
+    Raises:
+        UserError: none were given.
+    """
+    if options.texts is None:
+        raise UserError("the task continuation needs long texts: give --texts or --data")
+    return options.texts
+
+
 def continuation(context: Context) -> list[Row]:
     """Windows of long texts; the first half of every text is for development, the second for test.
 
@@ -27,10 +40,8 @@ def continuation(context: Context) -> list[Row]:
         UserError: no texts were given, or none is long enough.
     """
     options, tokenizer = context.options, context.tokenizer
-    if options.texts is None:
-        raise UserError("the task continuation needs long texts: give --texts or --data")
     halves = []
-    for text in read_texts(options.texts):
+    for text in read_texts(source(options)):
         half = len(text) // 2
         halves.append(text[:half] if options.split == "dev" else text[half:])
     rows = []

@@ -11,8 +11,12 @@ XSUM_TEXTS, XSUM_SUMMARIES = ("article", "document"), ("summary_gt", "summary")
 XSUM_QUESTION = "\n\nSummarize the above article in 1 sentence.\n"
 
 
-def _samples(context: Context, path: Path | None, name: str) -> list[tuple[str, int, Any]]:
-    """Every row of a file, or of all JSONL files of a folder, with file name and number."""
+def sources(path: Path | None, name: str) -> list[Path]:
+    """A file, or all JSONL files of a folder; none is read.
+
+    Raises:
+        UserError: none was given, or the folder has none.
+    """
     if path is None:
         raise UserError(f"{name} needs its rows: give --{name} or --data")
     files = [path]
@@ -20,9 +24,14 @@ def _samples(context: Context, path: Path | None, name: str) -> list[tuple[str, 
         files = sorted(file for file in path.iterdir() if ".jsonl" in file.name)
         if not files:
             raise UserError(f"{path} holds no .jsonl or .jsonl.gz file with rows of {name}")
+    return files
+
+
+def _samples(context: Context, path: Path | None, name: str) -> list[tuple[str, int, Any]]:
+    """Every row of a file, or of all JSONL files of a folder, with file name and number."""
     return [
         (file.name, number, values)
-        for file in files
+        for file in sources(path, name)
         for number, values in read_jsonl(file, context.skipped)
     ]
 

@@ -142,29 +142,41 @@ def _row(context: Context, subset: str, values: Any, prompt: str, max_new: int) 
     )
 
 
-def subset_rows(context: Context, wanted: str | None) -> list[Row]:
-    """Rows of one subset, or of all that there are.
+def sources(options: TaskOptions, wanted: str | None) -> dict[str, tuple[str, int, list[Path]]]:
+    """Prompt, most new tokens and files of one subset, or of all that there are; no row is read.
 
     Raises:
         UserError: the folder was not given or lacks what is needed.
     """
-    folder = context.options.longbench
+    folder = options.longbench
     if folder is None:
         raise UserError("LongBench needs its rows: give --longbench or --data")
     prompts, lengths = _config(folder, CONFIG[0], str), _config(folder, CONFIG[1], int)
     files = subset_files(folder)
     if wanted is not None and wanted not in files:
         raise UserError(f"{folder} lacks {wanted}.jsonl; it has {', '.join(files)}")
-    rows = []
+    found = {}
     for subset in files if wanted is None else (wanted,):
         base = _base(subset)
         if base not in prompts or base not in lengths:
             raise UserError(f"{folder}: {' or '.join(CONFIG)} says nothing of {base}")
+        found[subset] = (prompts[base], lengths[base], files[subset])
+    return found
+
+
+def subset_rows(context: Context, wanted: str | None) -> list[Row]:
+    """Rows of one subset, or of all that there are.
+
+    Raises:
+        UserError: as `sources`.
+    """
+    rows = []
+    for subset, (prompt, max_new, paths) in sources(context.options, wanted).items():
         ready: dict[str, Row] = {}
-        for path in files[subset]:
+        for path in paths:
             for number, values in read_jsonl(path, context.skipped):
                 try:
-                    row = _row(context, subset, values, prompts[base], lengths[base])
+                    row = _row(context, subset, values, prompt, max_new)
                 except ValueError as error:
                     context.skipped.add(path.name, number, str(error))
                 else:

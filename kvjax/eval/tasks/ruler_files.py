@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.eval.rows import Row, read_jsonl
-from kvjax.eval.tasks.base import Context, MakeRows, beginning, pick_rows
+from kvjax.eval.tasks.base import Context, MakeRows, TaskOptions, beginning, pick_rows
 
 NEW_TOKENS = {
     **dict.fromkeys(("niah_single_1", "niah_single_2", "niah_single_3"), 128),
@@ -77,22 +77,31 @@ def _row(context: Context, length: int, task: str, values: Any) -> Row:
     )
 
 
-def rows_of_length(context: Context, wanted: int | None) -> list[Row]:
-    """Rows of one length, or of all that there are.
+def sources(options: TaskOptions, wanted: int | None) -> dict[int, dict[str, list[Path]]]:
+    """The files of every task of one length, or of all that there are; no row is read.
 
     Raises:
         UserError: the folder was not given or lacks what is needed.
     """
-    folder = context.options.ruler13
+    folder = options.ruler13
     if folder is None:
         raise UserError(f"{NAME} needs RULER's files: give --ruler13 or --data")
     files = ruler_files(folder)
     if wanted is not None and wanted not in files:
         there = ", ".join(map(str, files))
         raise UserError(f"{folder} has no prompts of {wanted} tokens; it has those of {there}")
+    return files if wanted is None else {wanted: files[wanted]}
+
+
+def rows_of_length(context: Context, wanted: int | None) -> list[Row]:
+    """Rows of one length, or of all that there are.
+
+    Raises:
+        UserError: as `sources`.
+    """
     rows = []
-    for length in files if wanted is None else (wanted,):
-        for task, paths in files[length].items():
+    for length, tasks in sources(context.options, wanted).items():
+        for task, paths in tasks.items():
             ready: dict[str, Row] = {}
             for path in paths:
                 for number, values in read_jsonl(path, context.skipped):
