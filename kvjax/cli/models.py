@@ -1,6 +1,7 @@
 """The options that choose a model, for every command that loads one."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from kvjax.cache import Method
     from kvjax.cache.calibration import Calibration
     from kvjax.engine import LLM
-    from kvjax.models import LoadedModel
+    from kvjax.models import LoadedModel, Tokenizer
 
 CALIBRATES_ITSELF = (10**7, 10**9)
 """Parameters of models that are calibrated at first use: toys have nothing to predict, and with
@@ -173,6 +174,30 @@ def check_draft(options: argparse.Namespace, methods: "Iterable[Method]") -> Non
         )
 
 
+def _draft_model(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """Name and weights of the option `--draft`, one of them."""
+    from kvjax.models.config import MODELS
+
+    named = options.draft.lower() in MODELS
+    return (options.draft, None) if named else (None, options.draft)
+
+
+def _draft_tokenizer(options: argparse.Namespace, progress: Progress | None) -> "Tokenizer":
+    """The tokenizer of the option `--draft`, of whose model no weights are read yet.
+
+    Raises:
+        UserError: there is no such model, or what it says of itself is damaged.
+    """
+    from kvjax.models import DEFAULT_MODEL, Tokenizer
+    from kvjax.models.hub import resolve_weights
+    from kvjax.models.weights import checkpoint_config
+
+    name, weights = _draft_model(options)
+    path = resolve_weights(name or DEFAULT_MODEL, weights, progress)
+    checkpoint_config(path, None, None)
+    return Tokenizer.from_path(path)
+
+
 def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) -> "LLM | None":
     """The engine of the option `--draft`, for one prompt of so many tokens at a time, its cache
     compressed 4× by the usual method of its model.
@@ -186,15 +211,9 @@ def chosen_draft(options: argparse.Namespace, longest: int, progress: Progress) 
     from kvjax.cache.methods.speckv import MOST_DRAFTED
     from kvjax.engine import LLM, EngineConfig
     from kvjax.models import load_model
-    from kvjax.models.config import MODELS
 
-    named = options.draft.lower() in MODELS
-    model = load_model(
-        options.draft if named else None,
-        weights=None if named else options.draft,
-        dtype=dtype_of(options),
-        progress=progress,
-    )
+    name, weights = _draft_model(options)
+    model = load_model(name, weights=weights, dtype=dtype_of(options), progress=progress)
     most = min(model.config.max_position_embeddings, longest + MOST_DRAFTED)
     config = EngineConfig(max_batch=1, max_len=most, pool_tokens=most)
     return LLM(model, CompressionConfig(rate=4), config)
@@ -338,12 +357,17 @@ def load_chosen_model(
     """The model that the options of `add_model_options` choose, and its dtype by name.
 
     Raises:
-        UserError: unknown name; weights that are missing, damaged or do not fit the model.
+        UserError: unknown name; weights that are missing, damaged or do not fit the model; a model
+            of the option `--draft` that is missing or has another tokenizer.
     """
     from kvjax.models import load_model
 
     startup.started()
-    split = None
+    check = split = None
+    if getattr(options, "draft", None) is not None:
+        from kvjax.engine.draft import check_same
+
+        check = functools.partial(check_same, _draft_tokenizer(options, progress))
     devices = getattr(options, "tensor_parallel", None) or 1
     if (devices, replicas := getattr(options, "kv_replicas", 1)) != (1, 1):
         from kvjax.engine.calibrate.shelf import AUTO
@@ -362,6 +386,7 @@ def load_chosen_model(
             weight_dtype=options.weight_dtype,
             progress=progress,
             split=split,
+            check=check,
         )
     except NoWeights as error:
         raise UserError(

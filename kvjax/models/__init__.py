@@ -77,6 +77,7 @@ def load_model(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
     split: Callable[[LoadedModel], Split | None] | None = None,
+    check: Callable[[Tokenizer], None] | None = None,
 ) -> LoadedModel:
     """Load a model by name, from its weights, or both.
 
@@ -92,6 +93,7 @@ def load_model(
         seed: of the dummy weights.
         progress: called with what is being done, and how much of it is done in bytes.
         split: says how the weights are to lie on several devices, of the model without them.
+        check: called with the tokenizer before the weights are read, to refuse it.
 
     Raises:
         UserError: unknown name; weights that are missing, damaged or do not fit the model.
@@ -103,6 +105,8 @@ def load_model(
     if dummy_weights:
         assert config is not None
         tokenizer = ByteTokenizer() if weights is None else Tokenizer.from_path(weights)
+        if check is not None:
+            check(tokenizer)
         config = dataclasses.replace(config, weight_dtype=weight_dtype)
         model = LoadedModel(config, nnx.State({}), tokenizer, DUMMY)
         lies = None if split is None else split(model)
@@ -118,6 +122,8 @@ def load_model(
         # What is no checkpoint has no tokenizer either: then that is what there is to say.
         load_params(path, config, dtype, stacked=stacked)
         raise
+    if check is not None:
+        check(tokenizer)
     hashed, lies = functools.partial(checkpoint_hash, path, dtype=dtype), None
     if split is not None:
         found = checkpoint_config(path, config, weight_dtype)

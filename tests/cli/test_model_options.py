@@ -1,12 +1,14 @@
 """The options that commands share for choosing a model."""
 
 import argparse
+import shutil
 
 import pytest
 
 from kvjax.cli import ArgumentParser, add_model_options, check_model_options, load_chosen_model
 from kvjax.cli.models import asked_rate
 from kvjax.errors import UserError
+from tests.models.tokenizer_builders import tiny_tokenizer
 from tests.tiny import TINY
 
 
@@ -35,6 +37,28 @@ def test_unknown_models_are_refused_early():
         check_model_options(parse("--model", "smollm2-136m"))
     with pytest.raises(UserError, match="unrecognized arguments: --dtype"):
         parse("--dtype", "float32", files_only=True)
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        ("none", "no such file or folder"),
+        ("empty", "holds no checkpoint"),
+        ("other", "its tokenizer differs from the model's"),
+    ],
+)
+def test_a_model_that_cannot_draft_is_refused_before_weights_are_read(
+    tiny_folder, tmp_path, monkeypatch, draft, says, random
+):
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(tiny_folder, tmp_path / "other")
+    tiny_tokenizer().save(tmp_path / "other")
+    for name in ("load_params", "init_params"):
+        monkeypatch.setattr(f"kvjax.models.{name}", lambda *_, **__: pytest.fail("too late"))
+    options = parse("--weights", tiny_folder, *["--dummy-weights"] * random)
+    with pytest.raises(UserError, match=says):
+        load_chosen_model(argparse.Namespace(**vars(options), draft=str(tmp_path / draft)))
 
 
 @pytest.mark.parametrize(
