@@ -33,6 +33,11 @@ from kvjax.cli.models import (
 from kvjax.cli.progress import Progress, TimeLeft, spell
 from kvjax.errors import UserError
 
+READS = {"data": None, "texts": None, "tokens": 700}
+FITS = {"exercises": 160, "trainings": 1, "own_words": False, "sheets": False, "plot": None}
+"""Options that say which texts are read, and how reads are fitted to them; what they are where they
+were not given."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser.add_argument_group("model"))
@@ -67,18 +72,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--texts", type=int, help="texts at most (all)")
     how.add_argument(
-        "--tokens", type=int, default=700, help="tokens of each text (default: %(default)s)"
+        "--tokens",
+        type=int,
+        default=READS["tokens"],
+        help="tokens of each text (default: %(default)s)",
     )
     how.add_argument(
         "--exercises",
         type=int,
-        default=160,
+        default=FITS["exercises"],
         help="contexts that the choice is trained on, 0 for none (default: %(default)s)",
     )
     how.add_argument(
         "--trainings",
         type=int,
-        default=1,
+        default=FITS["trainings"],
         help="trainings, each on so many contexts of its own, whose mean is taken: as many times "
         "longer, and on held-out contexts nearer to the full cache from 16x on (default: "
         "%(default)s)",
@@ -122,23 +130,13 @@ def run(options: argparse.Namespace) -> int:
         check_output_file("--out", options.out)
         if options.plot is not None:
             check_apart("--plot", options.plot, "--out", options.out)
-    alone = [f"--{name}" for name in ("heads", "loads", "levels") if getattr(options, name)]
+    _check_alone(options)
     if options.published is not None:
-        if options.data is not None or options.plot is not None:
-            raise UserError("--import takes what is there: give no --data and no --plot with it")
-        if alone:
-            raise UserError(f"--import and {alone[0]} write different arrays: give one of them")
         with Progress() as progress:
             return take(options, progress)
-    if len(alone) > 1:
-        raise UserError(f"{alone[0]} and {alone[1]} write different arrays: give one of them")
     if options.heads:
-        if options.data is not None or options.plot is not None:
-            raise UserError("--heads has prompts of its own: give no --data and no --plot with it")
         with Progress() as progress:
             return find_heads(options, progress)
-    if alone and options.plot is not None:
-        raise UserError(f"{alone[0]} fits nothing: give no --plot with it")
     texts = _texts(options)
     if options.loads:
         with Progress() as progress:
@@ -148,6 +146,30 @@ def run(options: argparse.Namespace) -> int:
             return find_levels(options, settings, texts, progress)
     with Progress() as progress:
         return calibrate(options, settings, texts, progress)
+
+
+def _check_alone(options: argparse.Namespace) -> None:
+    """Refuse what a run does not read that writes some arrays alone.
+
+    Raises:
+        UserError: such an option was given, or two that write different arrays.
+    """
+    reasons = {
+        "--import": "takes what is there",
+        "--heads": "has prompts of its own",
+        "--loads": "fits nothing",
+        "--levels": "fits nothing",
+    }
+    asked = [options.published is not None, options.heads, options.loads, options.levels]
+    alone = [option for option, given in zip(reasons, asked) if given]
+    if len(alone) > 1:
+        raise UserError(f"{alone[0]} and {alone[1]} write different arrays: give one of them")
+    for option in alone:
+        unread = FITS | READS if option in ("--import", "--heads") else FITS
+        for name, usual in unread.items():
+            if getattr(options, name) != usual:
+                given = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} {reasons[option]}: give no {given} with it")
 
 
 def _texts(options: argparse.Namespace) -> list[str]:
