@@ -28,6 +28,7 @@ from kvjax.engine.request import FinishReason, Request
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import UserError, in_one_line
 from kvjax.models import DUMMY
+from kvjax.models.decoder import activation_dtype
 
 if TYPE_CHECKING:
     from kvjax.engine.llm import LLM
@@ -228,6 +229,8 @@ def agreed_settings(llm: "LLM", calibration: Calibration | None) -> dict[str, An
         **config,
         "calibration": None if calibration is None else _digest(calibration.arrays),
         "cache dtype": plan.spec.codec.name,
+        "dtype": activation_dtype(llm.model.params).name,
+        "weight dtype": llm.model.config.weight_dtype,
         "weights": plan.weights,
         "blocks": plan.num_blocks,
     }

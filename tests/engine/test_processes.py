@@ -4,6 +4,7 @@
 """
 
 import argparse
+import dataclasses
 import socket
 import threading
 import time
@@ -22,8 +23,10 @@ from kvjax.engine.agreement import Agreement
 from kvjax.engine.link import Link
 from kvjax.engine.processes import Processes, check_process_options, join
 from kvjax.errors import UserError
+from kvjax.models import ByteTokenizer, LoadedModel
+from kvjax.models.decoder import init_params
 from tests.engine.deciding import SIZES, lead, recorded
-from tests.sharded.tiny import model_of
+from tests.sharded.tiny import TINY, model_of
 
 USUAL = CompressionConfig(method="key-norm", rate=3, floor=4)
 
@@ -118,6 +121,27 @@ def test_processes_that_were_started_otherwise_are_refused(two):
     for error in found:
         assert isinstance(error, UserError)
         assert str(error).startswith("process 1 has --rate '9.0' and process 0 '8.0': start all")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        (("bfloat16", None), ("float16", None), "dtype"),
+        (("float32", "int8"), ("float32", "float8_e4m3fn"), "weight dtype"),
+    ],
+)
+def test_numbers_of_other_types_are_noticed_whatever_the_cache_holds(one, other, named):
+    """Their weights take as many bytes, and a fingerprint is that of the checkpoint."""
+
+    def settings(dtype, weight_dtype):
+        config = dataclasses.replace(TINY, weight_dtype=weight_dtype)
+        params = init_params(config, dtype, seed=3)
+        model = LoadedModel(config, params, ByteTokenizer(), "a folder", lambda: "the same")
+        llm = LLM(model, USUAL, SIZES, cache_dtype="int8", calibration="none")
+        return agreement.agreed_settings(llm, None)
+
+    found, others = settings(*one), settings(*other)
+    assert [name for name in found if found[name] != others[name]] == [named]
 
 
 def test_who_is_silent_or_has_failed_is_named(two):
