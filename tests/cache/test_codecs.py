@@ -114,6 +114,22 @@ def test_no_row_is_far_from_what_it_was(name, rows):
     assert (np.abs(along - size**2) <= (2**-8 + 1e-4) * size**2 + least).all()
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-1, 1), min_size=8, max_size=8))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", BOUND)
+def test_what_is_finite_stays_finite(name, dtype, shares):
+    """Up to the largest number of the dtype: also as kernels have it, of codes times scales."""
+    codec, most = codec_of(name, dtype), float(jnp.finfo(dtype).max)
+    rows = np.asarray(shares, np.float64) * most
+    rows[0] = most
+    stored = codec.encode(jnp.asarray(rows, dtype))
+    found = np.asarray(codec.decode(stored), np.float64)
+    # A scale that may not be rounded up is rounded down.
+    assert (np.abs(found - rows) <= most * (BOUND[name] + 2**-7)).all()
+    assert np.abs(codec.factors(stored).rows).max() <= most  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*NAMES, "int5", "int3.6"])
 def test_zeros_stay_and_what_is_not_finite_is_not_hidden(name, dtype):

@@ -2,8 +2,9 @@
 
 A row follows from what is stored of it alone, so blocks can be freed, moved and shared as they are.
 Scales are bfloat16. Of 8 bits they are rounded up, and codes are those of the rounded scale, so
-that rounding costs nothing but range. A row that is not finite is stored with the scale NaN: it
-decodes to NaN and hides nothing.
+that rounding costs nothing but range; entries next to the largest number of the rows' dtype become
+a little smaller, so that they stay finite. A row that is not finite is stored with the scale NaN:
+it decodes to NaN and hides nothing.
 """
 
 import dataclasses
@@ -67,8 +68,10 @@ class Floats(Scaled):
         stored = jnp.dtype({"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}[self.kind])
         rows = rows.astype(jnp.float32)
         top = jnp.max(jnp.abs(rows), axis=-1)
-        scale = rounded_up(top / float(jnp.finfo(stored).max))
+        most = float(jnp.finfo(stored).max)
+        scale = scale_for(top, most, self.dtype)
         codes = jnp.where(jnp.isfinite(top)[..., None], rows / divisor(scale)[..., None], 0)
+        codes = jnp.clip(codes, -most, most)
         return {"codes": codes.astype(stored), "scale": as_scale(scale, top)}
 
 
@@ -107,9 +110,9 @@ class Integers(Scaled):
         top = jnp.max(jnp.abs(rows), axis=-1)
         finite = jnp.where(jnp.isfinite(top)[..., None], rows, 0)
         if self.bits == 8:
-            scale = rounded_up(top / 127)
-            codes = jnp.round(finite / divisor(scale)[..., None]).astype(jnp.int8)
-            return {"codes": codes, "scale": as_scale(scale, top)}
+            scale = scale_for(top, 127, self.dtype)
+            codes = jnp.clip(jnp.round(finite / divisor(scale)[..., None]), -127, 127)
+            return {"codes": codes.astype(jnp.int8), "scale": as_scale(scale, top)}
         half = 1 << (self.bits - 1)
 
         def levels(rows):
@@ -292,6 +295,13 @@ def rounded_up(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """The least bfloat16 numbers, in float32, that are not below some numbers of at least 0."""
     bits = lax.bitcast_convert_type(jnp.where(jnp.isfinite(x), x, 0), jnp.uint32)
     return lax.bitcast_convert_type((bits + 0xFFFF) & np.uint32(0xFFFF0000), jnp.float32)
+
+
+def scale_for(top: Float[Array, "*n"], most: float, dtype: str) -> Float[Array, "*n"]:
+    """The least bfloat16 scales with which codes up to `most` reach some numbers, as far as what
+    they reach is finite in a dtype."""
+    largest = np.float32(float(jnp.finfo(dtype).max) / most).view(np.uint32) & np.uint32(0xFFFF0000)
+    return jnp.minimum(rounded_up(top / most), largest.view(np.float32))
 
 
 def divisor(scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
