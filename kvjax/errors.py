@@ -35,6 +35,20 @@ class QueueFull(UserError):
     """As many requests wait as may: the same request may do later."""
 
 
+class ScratchTooSmall(UserError):
+    """A prompt that has to run whole is longer than the scratch."""
+
+    def __init__(self, what: str, tokens: int, setting: str = "prefill_scratch"):
+        """
+        Args:
+            what: has to run whole, and how long it is.
+            tokens: of the scratch.
+            setting: that says so.
+        """
+        super().__init__(f"{what}, {setting} is {tokens}; give a larger one, or another method")
+        self.what, self.tokens = what, tokens
+
+
 def in_one_line(error: BaseException) -> str:
     """An exception as its caller is told of it: bad input in its own words, others by type."""
     text = " ".join(str(error).split())

@@ -49,7 +49,7 @@ from kvjax.cli.models import (
 )
 from kvjax.cli.progress import Progress
 from kvjax.cli.told import Shown, print_table, report, tell_reached_rate
-from kvjax.errors import UserError
+from kvjax.errors import ScratchTooSmall, UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -310,9 +310,9 @@ def answer(
         warnings.simplefilter("ignore", RateWarning)
         try:
             name = llm.add_request(prompt, sampling)
-        except UserError as error:
+        except ScratchTooSmall as error:
             # Scratch and chunk are one size here, with one option.
-            raise UserError(str(error).replace("prefill_scratch", "--prefill-chunk")) from error
+            raise ScratchTooSmall(error.what, error.tokens, "--prefill-chunk") from error
     progress("compile and prefill")
     output, status = None, 0
     try:

@@ -13,7 +13,7 @@ from kvjax.engine.prefixes import sharing_of
 from kvjax.engine.prompts import Prompt, token_ids
 from kvjax.engine.request import Request
 from kvjax.engine.sampling import SamplingParams
-from kvjax.errors import UserError
+from kvjax.errors import ScratchTooSmall, UserError
 
 if TYPE_CHECKING:
     from kvjax.engine.llm import LLM
@@ -72,14 +72,12 @@ def checked_request(
 
 
 def check_fits(llm: "LLM", request: Request, why: str) -> None:
-    """Raise `UserError` where the scratch does not hold all of a request's prompt with what it
-    generates, since it may be prefilled again."""
+    """Raise `ScratchTooSmall` where the scratch does not hold all of a request's prompt with what
+    it generates, since it may be prefilled again."""
     length, scratch = request.length + request.remaining, llm.config.prefill_scratch
     if length > scratch:
-        raise UserError(
-            f"method {request.method.name} {why}: {length} tokens with those to generate, "
-            f"prefill_scratch is {scratch}; give a larger one, or another method"
-        )
+        what = f"method {request.method.name} {why}: {length} tokens with those to generate"
+        raise ScratchTooSmall(what, scratch)
 
 
 def check_method(llm: "LLM", request: Request) -> None:
