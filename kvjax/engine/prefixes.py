@@ -5,7 +5,8 @@ running sequences are for them; what they hold is shared (`kvjax.cache.share`), 
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Iterator
 
 import jax
 import numpy as np
@@ -92,7 +93,7 @@ class Prefixes:
         settings: Hashable,
         tokens: np.ndarray,
         wanted: int | None = None,
-        others: Sequence[np.ndarray] = (),
+        others: Iterable[np.ndarray] = (),
     ) -> Plan | None:
         """How a prompt runs: it continues what is retained, and is retained itself where others
         are expected to go on.
@@ -112,7 +113,8 @@ class Prefixes:
         until = even = max((size // grain - 1) * grain, 0)
         if match is not None and even - start < 4 * grain:
             until = start
-        parted = max((common(tokens, other) for other in others[:LOOK_AHEAD]), default=0)
+        ahead = itertools.islice(others, LOOK_AHEAD)
+        parted = max((common(tokens, other) for other in ahead), default=0)
         if parted > start and parted >= max(grain, even // 2):
             until = parted
         until = until if wanted is None else wanted
@@ -182,5 +184,6 @@ def sharing_of(share: str, compression: CompressionConfig, method: Method) -> Ha
 def common(tokens: np.ndarray, others: np.ndarray) -> int:
     """How many tokens two prompts begin with in common."""
     size = min(len(tokens), len(others))
-    differs = np.flatnonzero(tokens[:size] != others[:size])
-    return int(differs[0]) if len(differs) else size
+    differs = tokens[:size] != others[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size

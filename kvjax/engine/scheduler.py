@@ -99,6 +99,8 @@ class Scheduler:
         """Ended, and not yet removed."""
         self._ahead = 0
         """Tokens that ran ahead of the next round, of which they are a part."""
+        self._planned: tuple[object, int] = None, 0
+        """The queue that has plans, and how many of it: each is compared with all others."""
         self._chunk_fitted = True
         self._compressed_in_vain = False
         self._short: tuple[Hashable, ...] = ()
@@ -122,6 +124,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, new or preempted, at the place of its arrival."""
         bisect.insort(self.waiting, request, key=lambda r: r.order)
+        self._planned = None, 0  # it may have more tokens than when it was here before
 
     def end(self, request: Request) -> None:
         """A request has ended: the next decisions remove it."""
@@ -290,8 +293,11 @@ class Scheduler:
 
     def _next(self) -> Request | None:
         """The first request in the queue whose compiled steps are there."""
-        for request in self.waiting:
-            request.plan = self._plan(request)
+        queue = tuple(self.waiting), tuple(self.prefixes)
+        known = self._planned[1] if self._planned[0] == queue else 0
+        for number, request in enumerate(self.waiting, 1):
+            if number > known:
+                request.plan, self._planned = self._plan(request), (queue, number)
             if self.ready(request):
                 return request
         return None
@@ -355,11 +361,9 @@ class Scheduler:
         """How a request's prompt runs where it shares; None for as any other."""
         if request.sharing is None:
             return None
-        others = [
-            r.prompt for r in self.waiting if r is not request and r.sharing == request.sharing
-        ]
+        same = (r for r in self.waiting if r is not request and r.sharing == request.sharing)
         request.plan = plan = self.prefixes.plan(
-            request.sharing, request.all_tokens, request.shared_tokens, others
+            request.sharing, request.all_tokens, request.shared_tokens, (r.prompt for r in same)
         )
         if plan is None or not request.fits_at(plan.until):
             return None

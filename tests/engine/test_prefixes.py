@@ -10,7 +10,7 @@ import pytest
 from kvjax.cache import CompressionConfig, check_invariants
 from kvjax.cache.methods import get_method
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.prefixes import Prefixes, sharing_of
+from kvjax.engine.prefixes import Prefixes, common, sharing_of
 from kvjax.errors import UserError
 from tests.cache.free import free_of
 from tests.engine.conftest import TINY
@@ -347,6 +347,14 @@ def test_the_longest_is_found_and_the_oldest_goes():
     assert prefixes.oldest() is end, "the end of its next turn takes its place"
     prefixes.continued(end)
     assert prefixes.oldest() is other, "two go on from it"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "want"), [("", "", 0), ("", "a", 0), ("b", "a", 0), ("ab", "ac", 1),
+                               ("abc", "ab", 2), ("ab", "abc", 2), ("ab", "ab", 2)],
+)  # fmt: skip
+def test_how_far_prompts_are_the_same(one, other, want):
+    assert common(*(np.array([*map(ord, text)], np.int32) for text in (one, other))) == want
 
 
 def test_what_cannot_be_retained_is_refused(tiny_params):

@@ -137,6 +137,40 @@ def test_who_waits_for_its_steps_is_overtaken_and_comes_first_when_they_are_ther
     assert device.ended == [running, later[0], slow, *later[1:]]
 
 
+def test_who_waits_is_planned_for_once_while_the_queue_is_the_same():
+    sharing = dataclasses.replace(SIZES, share_prefix="always")
+    device = Device(num_blocks=600, config=sharing)
+    scheduler, planned = device.scheduler, []
+    plan, wanted = scheduler._plan, request_of(9)
+
+    def counted(request):
+        planned.append(request.order)
+        return plan(request)
+
+    scheduler._plan = counted
+    scheduler.ready = lambda request: False
+    for order in range(3):
+        scheduler.add(request_of(order))
+    for _ in range(3):
+        device.round()
+    assert planned == [0, 1, 2]
+    scheduler.add(wanted)
+    device.round()
+    assert planned == [0, 1, 2] * 2 + [9]
+    scheduler.leave(wanted)
+    device.round()
+    scheduler.prefixes.add(np.zeros(4, np.int32), "whole", None)
+    device.round()
+    assert planned == [0, 1, 2] * 2 + [9] + [0, 1, 2] * 2
+    # One that comes back with more tokens is planned for anew, whatever the queue was before.
+    (first, *_) = scheduler.waiting
+    scheduler.waiting.remove(first)
+    scheduler.add(first)
+    device.round()
+    assert planned[-3:] == [0, 1, 2]
+    assert len(planned) == 16
+
+
 def test_a_prompt_that_fails_leaves_and_the_next_begins():
     device = Device(100 * HEADS)
     first, second = request_of(0), request_of(1)
