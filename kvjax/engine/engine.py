@@ -289,10 +289,10 @@ class Engine:
         request = decision.request
         if isinstance(decision, Begin):
             self.scheduler.job = job = self.worker.begin(request)
-            request.stats.cached_tokens = job.done
+            request.held = job.done
             request.measured = min(request.length, request.method.measured or request.length)
             if request.stats.admitted is None:
-                request.stats.admitted = self.clock()
+                request.stats.admitted, request.stats.cached_tokens = self.clock(), job.done
             self._continue(request)
             return
         job = cast(PromptJob, self.scheduler.job)

@@ -162,7 +162,7 @@ class Reports:
                 with self.phase("compress"):
                     stats.kept_tokens = self.worker.kept_tokens(request.slot, len(request.prompt))
         self.metrics.evicted(int(report.freed))
-        self.metrics.prefilled(request.length - stats.cached_tokens)
+        self.metrics.prefilled(request.length - request.held)
         log_probs = None
         if report.log_probs is not None:
             log_probs = jax.tree.map(lambda x: x[None], report.log_probs)

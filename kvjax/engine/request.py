@@ -51,8 +51,8 @@ class RequestStats:
     """Blocks over the budget that could not be evicted."""
     blocks_evicted_decoding: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that were not prefilled, because a shared prefix or a scratch that was
-    kept holds them."""
+    """Tokens of the prompt that were not prefilled when it first was, because a shared prefix or a
+    scratch that was kept held them."""
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -136,6 +136,8 @@ class Request:
     """Tokens generated since it was last compressed on its interval; −1 before its first."""
     measured: int = 0
     """Tokens of its last prefill, as far as its method has observed them."""
+    held: int = 0
+    """Tokens of its last prefill that did not run, as they were held from before."""
     unevictable: int = 0
     """Blocks over the budget that an attempt to admit it could not evict."""
 

@@ -254,6 +254,24 @@ def test_under_pressure_all_come_to_their_ends(tiny_params, chained):
     forget(llm)
 
 
+def test_what_a_prompt_took_from_a_prefix_stays_told_when_it_comes_back(tiny_params):
+    """It runs again with all that it has: neither that nor what it finds then was the caller's."""
+    llm = make_llm(tiny_params, FULL, **SHARED)
+    llm.retain(DOCUMENT)
+    name = llm.add_request(asked(QUESTIONS[0]), greedy(12))
+    while not llm.scheduler.running:
+        llm.step()
+    (request,) = llm.scheduler.running
+    length = request.length
+    ran = llm.metrics.as_dict()["kvjax_prompt_tokens_total"]
+    llm.recovery._resume()
+    output = drain(llm)[name]
+    assert output.stats.preemptions == 1
+    assert output.stats.cached_tokens == len(DOCUMENT)
+    assert llm.metrics.as_dict()["kvjax_prompt_tokens_total"] == ran + length
+    forget(llm)
+
+
 def test_what_is_only_shared_with_its_own_prefix_needs_no_room(tiny_params):
     """A prompt fills the pool but for copies of blocks that it shares with what is retained of its
     own beginning: when that is forgotten, there is nothing to copy."""
