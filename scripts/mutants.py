@@ -169,12 +169,12 @@ def has_amx() -> bool:
     return numba_tiles.available()
 
 
-def has_chromium() -> bool:
-    """Whether the browser that the page's tests drive is on PATH (tests/serve/test_page.py)."""
-    return any(shutil.which(name) for name in ("chromium", "chromium-browser"))
+def chromium() -> str | None:
+    """The browser that the page's tests drive (tests/serve/test_page.py), if it is on PATH."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-PRESENT = {"amx": has_amx, "chromium": has_chromium}
+PRESENT = {"amx": has_amx, "chromium": chromium}
 """What a mutant's tests may need, without which they are skipped: whether it is there."""
 
 

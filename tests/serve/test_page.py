@@ -2,12 +2,12 @@
 
 import json
 import re
-import shutil
 
 import pytest
 
 from kvjax.serve.app import PAGE_FILES
 from tests.conftest import REPOSITORY
+from tests.scripts.conftest import load_script
 
 FOLDER = REPOSITORY / "kvjax" / "serve" / "page"
 EVIL = "<img src=x onerror='document.title=`taken`'><script>document.title='taken'</script>&amp;"
@@ -41,16 +41,11 @@ def test_nothing_comes_from_elsewhere_or_becomes_markup():
             assert word not in text, (path.name, word)
 
 
-def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
-        pytest.skip("needs Chromium on PATH")
-    return found
-
-
 @pytest.fixture(scope="module")
 def browser():
-    path = chromium()
+    path = load_script("mutants").chromium()
+    if path is None:
+        pytest.skip("needs Chromium on PATH")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
