@@ -189,6 +189,32 @@ def test_the_command_writes_every_picture(results, tmp_path, capsys):
     assert len(capsys.readouterr().out.split()) == len(names)
 
 
+def test_pictures_whose_names_are_alike_are_all_kept(tmp_path, monkeypatch):
+    """A task's name may have what stands for a folder in a file's."""
+    drawn = {}
+
+    def plot(own, protocol, task):
+        return task
+
+    monkeypatch.setattr("kvjax.eval.result_plots.plot_needles", plot)
+    for name in ("plot_scores", "plot_text", "plot_bytes", "plot_kept", "plot_recall"):
+        monkeypatch.setattr(f"kvjax.eval.result_plots.{name}", lambda *_: None)
+    monkeypatch.setattr(
+        "kvjax.eval.plots.save_figure",
+        lambda figure, path: drawn.update({path.name: figure}),
+    )
+    tasks = ("a/b/c", "a-b/c", "a/b-c", "a")
+    path = tmp_path / "r.jsonl"
+    found = [
+        {**rows()[0], "id": task, "task": task, "protocol": protocol}
+        for task in tasks
+        for protocol in ("prompt", "chat")
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    assert main_of(PLOT, [str(path), "--out", str(tmp_path)]) == 0
+    assert sorted(drawn.values()) == sorted(2 * tasks)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
