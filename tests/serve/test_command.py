@@ -17,7 +17,9 @@ from kvjax.cli.serve import (
     key_words,
     load_service,
     server_settings,
+    warm_up_lengths,
 )
+from kvjax.errors import UserError
 from kvjax.serve import bind
 
 
@@ -40,6 +42,7 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
         (("--method", ""), "no method ''"),
         (("--methods", "none-such"), "none-such"),
         (("--warm-up", "a,b"), "--warm-up"),
+        (("--warm-up", "64,-1"), "--warm-up -1: give a whole number from 1"),
         (("--api-key", ""), "--api-key"),
         (("--drain", -1), "drain_seconds"),
         (("--max-len", 0), "max_len 0"),
@@ -56,6 +59,32 @@ def test_what_is_refused_before_a_model_is_loaded(capsys, monkeypatch):
     assert refusal(capsys).endswith(
         "kvjax serve needs uvicorn: pip install '.[serve]' in kvjax's checkout"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "max_len", "lengths"),
+    [
+        (None, 4096, [128, 1024]),
+        (None, 1024, [128, 1023]),
+        (None, 129, [128]),
+        (None, 128, [127]),
+        (None, 1, []),
+        ("0", 100, []),
+        ("99", 100, [99]),
+        ("1,0,7", 100, [1, 7]),
+        ("1", 1, [1]),
+        ("100", 100, None),
+        ("2", 1, None),
+    ],
+)
+def test_a_prompt_to_warm_up_for_leaves_room_for_a_token(given, max_len, lengths):
+    options = argparse.Namespace(warm_up=given)
+    if lengths is None:
+        most = max(1, max_len - 1)
+        with pytest.raises(UserError, match=f"--warm-up {given}: .* from 1 to {most}$"):
+            warm_up_lengths(options, max_len)
+    else:
+        assert warm_up_lengths(options, max_len) == lengths
 
 
 @pytest.mark.parametrize(
