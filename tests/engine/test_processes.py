@@ -428,6 +428,27 @@ def test_other_programs_are_noticed(two):
         agreement_of(second).agree(new[1], [])
 
 
+def test_a_prefill_that_fails_in_one_process_ends_all(two, monkeypatch):
+    """None knows whether it failed in the others, which may wait for it."""
+
+    def broken(job):
+        raise RuntimeError("no memory")
+
+    first, second = engines(two)
+    monkeypatch.setattr(second.worker, "advance", broken)
+    first.add_request(np.arange(20, dtype=np.int32), SamplingParams(max_tokens=5))
+
+    def lead_some():
+        for _ in range(3):
+            first.step()
+        agreement_of(first).end()
+
+    _, left = at_once(lead_some, second.follow)
+    assert isinstance(left, Left)
+    assert "a round failed (RuntimeError: no memory)" in str(left)
+    assert two[0].why_lost(0.0) == f"process 1: {left}"
+
+
 def test_what_several_processes_refuse(two):
     first, second = engines(two)
     asked = CompressionConfig(method=METHODS["streaming-llm"], rate=2, floor=8)
