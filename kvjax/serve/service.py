@@ -230,6 +230,9 @@ class Service:
             self.check_open()
             param = "compression" if named(error, _COMPRESSION) else job.source
             raise ApiError(400, str(error), param=param) from error
+        if not self._open:
+            # How fast answers end is not told by hours without any.
+            self._ended.clear()
         self._open.add(choices)
         return Running(self, choices)
 
