@@ -6,6 +6,7 @@ then they run in parts. One step is compiled at a time while others run, in a th
 the interpreter while it compiles, but tracing does not, so rounds slow down for that long.
 """
 
+import functools
 import logging
 import os
 import time
@@ -186,7 +187,6 @@ class Beside:
         of theirs holds more than `longest` KVs afterwards."""
         worker, rule = self._worker, cast(DecodeRule | None, decode.rule)
         count, top = len(decode.requests), num_top(decode.requests)
-        key = worker.decode_key(count, longest, rule, top, exact=True)
         slots = [worker.config.num_rows] * count
         if worker.decodes_once:
             effort = effort_of([request.sampling for request in decode.requests])
@@ -196,10 +196,14 @@ class Beside:
                 self._want(
                     once, lambda: whole.once_call(slots, longest, rule, top, effort, exact=True)
                 )
-        if key in self._compiled.seconds:
-            return [decode]
-        twin = without_state(worker)
-        self._want(key, lambda: twin.decode_call(slots, longest, 1, rule, top, exact=True))
+        # What is wider is compiled before they need it, for as many as may take part then.
+        tables = worker.decode_tables
+        later = slots[: tables.rows(tables.width_of(2 * longest))]
+        for some, kvs in ((slots, longest), (later, 2 * longest)):
+            key = worker.decode_key(len(some), kvs, rule, top, exact=True)
+            if key not in self._compiled.seconds:
+                twin, given = without_state(worker), (some, kvs, 1, rule, top)
+                self._want(key, functools.partial(twin.decode_call, *given, exact=True))
         if self._can_decode(count, longest, rule, top):
             return [decode]
         groups: dict[tuple, list[Request]] = {}
@@ -210,7 +214,7 @@ class Beside:
             for (rule, top), group in groups.items()
             for part in _parts(
                 group,
-                worker.decode_tables,
+                tables,
                 longest,
                 lambda n, rule=rule, top=top: self._can_decode(n, longest, rule, top),
             )

@@ -60,7 +60,10 @@ def needs_of(worker: Worker, request: Request) -> Iterator[Need]:
     fits = worker.fits
     yield Need(key, lambda: of_shapes(worker.start_call(request, outside, logits(), fits, top)))
     longest = request.length + request.remaining
-    yield _need(worker.decode_call([outside], longest, 1, request.method.decode, top))
+    # Until it has grown so far there is time to compile what is wider (`Beside.decode_parts`).
+    widths = (worker.grown(kvs) for kvs in (request.length, min(longest, 2 * request.length)))
+    calls = [worker.decode_call([outside], kvs, 1, request.method.decode, top) for kvs in widths]
+    yield from map(_need, {call.key: call for call in calls}.values())
     if request.budget is not None:
         most = request.compression.max_kvs_per_step
         yield _need(worker.compress_call([outside], [0], [0], request.method, most, longest))

@@ -1,5 +1,7 @@
 """Steps copy block tables no wider than those who take part need."""
 
+import asyncio
+import dataclasses
 import math
 
 import jax
@@ -8,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.engine import tables
+from kvjax.engine import tables, warming
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.memory import plan_sizes
+from kvjax.engine.needs import needs_of
 from kvjax.engine.tables import ENTRIES, Tables
 from tests.engine.async_serving import make, run, settled
 from tests.engine.conftest import TINY
@@ -151,6 +154,46 @@ def test_long_sequences_take_little_of_the_pool(tiny_params):
     named = rows * width * 4
     assert long.workspace - short.workspace >= 0
     assert long.workspace >= named * (long.spec.heads + TINY.num_heads * 16)
+
+
+def test_what_is_wider_is_compiled_before_it_is_needed(tiny_params, monkeypatch):
+    """Once sequences are half as long as their rows hold."""
+    monkeypatch.setattr(tables, "NARROW", 64)
+
+    async def main():
+        async with make(tiny_params) as llm:
+            seconds = llm.llm.worker.compiled.seconds
+
+            def widths() -> set[int]:
+                return {key.sizes[1] for key in list(seconds) if key.step == "decode"}
+
+            await llm.generate(prompts_of(3), greedy(4))
+            await settled(llm)
+            assert widths() == {16}
+            await llm.generate(prompts_of(20), greedy(12))
+            async with asyncio.timeout(30):
+                while widths() != {16, 64}:
+                    await asyncio.sleep(0.01)
+            assert metric(llm, "compile_stalls_total") == 0
+
+    run(main())
+
+
+def test_a_prompt_begins_when_it_can_grow(tiny_params, monkeypatch):
+    """To twice its length, or as far as it will."""
+    monkeypatch.setattr(tables, "NARROW", 64)
+    llm = make_llm(tiny_params)
+
+    def widths(length: int, tokens: int) -> list[int]:
+        (request,) = warming.like(llm, [length], False, None)
+        sampling = dataclasses.replace(request.sampling, max_tokens=tokens)
+        needs = needs_of(llm.worker, dataclasses.replace(request, sampling=sampling))
+        return [need.key.sizes[1] for need in needs if need.key.step == "decode"]
+
+    assert widths(20, 200) == [16]
+    assert widths(40, 5) == [16]
+    assert widths(40, 200) == [16, 64]
+    assert widths(70, 5) == [64]
 
 
 def test_who_outgrows_a_warmed_width_waits_for_nothing(tiny_params, few_columns):
