@@ -32,6 +32,7 @@ from kvjax.cache.store import (
     blocks_for,
     gathered,
     running_count,
+    scattered,
     summed,
     valid_slots,
     write_prompt,
@@ -124,7 +125,7 @@ def scored_anew(
         view = LayerView(at[1], none, k, jnp.int32(0), seq_len[0], position=position, v=v)
         found = jnp.where(held, method.observer.observe(view, artefacts).metric, 0)
         found = found.reshape(*table.shape, cache.block_size).astype(metric.dtype)
-        return metric.at[table].set(found, mode="drop"), None
+        return scattered(metric, (table,), found), None
 
     layers = jnp.arange(cache.num_layers, dtype=jnp.int32)
     rows = jnp.repeat(slots, cache.num_layers), jnp.tile(layers, slots.shape[0])

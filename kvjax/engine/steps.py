@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Int32
 
 from kvjax.cache import share
-from kvjax.cache.store import restored
+from kvjax.cache.store import gathered, restored
 from kvjax.engine import decode, insert, narrowing, prefill, probe, reclaim, sparse
 from kvjax.engine.compilation import Step, StepName
 
@@ -16,7 +16,7 @@ def positions_of(
     position: Int32[Array, "N b"], table: Int32[Array, "L H M"]
 ) -> Int32[Array, "L H T"]:
     """Token position of each KV that some heads hold, −1 for none."""
-    return position.at[table].get(mode="fill", fill_value=-1).reshape(*table.shape[:2], -1)
+    return gathered(position, table, -1).reshape(*table.shape[:2], -1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvjax.cache.store.paged import (
     release,
     valid_slots,
 )
-from kvjax.cache.store.pool import KVPool, gathered, move_rows, write_newest
+from kvjax.cache.store.pool import KVPool, gathered, move_rows, scattered, write_newest
 from kvjax.cache.store.saved import restored, saved, typed
 from kvjax.cache.store.scaled import Floats, Integers, Scaled
 from kvjax.cache.store.shard import HeadShard, agreed, summed
@@ -66,6 +66,7 @@ __all__ = [
     "release",
     "restored",
     "running_count",
+    "scattered",
     "saved",
     "share",
     "summed",

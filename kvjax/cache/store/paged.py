@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Num
 from kvjax.cache.store.codec import Codec, Plain, Refined, Windowed
 from kvjax.cache.store.fine import FineBlocks
 from kvjax.cache.store.free import FreeBlocks
-from kvjax.cache.store.pool import KVPool
+from kvjax.cache.store.pool import KVPool, scattered
 from kvjax.cache.store.shard import HeadShard
 from kvjax.cache.store.smooth import KeySmoothing
 from kvjax.cache.store.spec import CacheSpec, Plane
@@ -297,9 +297,9 @@ def _disowned(
 def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
     return dataclasses.replace(
         cache,
-        metric=cache.metric.at[ids].set(0.0, mode="drop"),
-        position=cache.position.at[ids].set(UNWRITTEN, mode="drop"),
-        state=jax.tree.map(lambda plane: plane.at[ids].set(0, mode="drop"), cache.state),
+        metric=scattered(cache.metric, (ids,), 0),
+        position=scattered(cache.position, (ids,), UNWRITTEN),
+        state=jax.tree.map(lambda plane: scattered(plane, (ids,), 0), cache.state),
     )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from kvjax.cache.store.counting import running_count
 from kvjax.cache.store.paged import PagedCache, claim, drop_blocks, free_blocks, with_fine
+from kvjax.cache.store.pool import gathered, scattered
 from kvjax.cache.store.shard import agreed
 
 COPIED_AT_ONCE = 64
@@ -158,7 +159,7 @@ def _copied(
         ]
 
         def copied(pool: Array) -> Array:
-            return pool.at[these[1]].set(pool.at[these[0]].get(mode="fill"), mode="drop")
+            return scattered(pool, (these[1],), gathered(pool, these[0]))
 
         return first + COPIED_AT_ONCE, jax.tree.map(copied, pools)
 

@@ -237,7 +237,7 @@ def begin_append(
     position = jnp.broadcast_to(cache.seq_len[:, None, None], length.shape)
 
     def cleared(plane):
-        return plane.at[block, length % b].set(0, mode="drop")
+        return scattered(plane, (block, length % b), 0)
 
     window = cache.window
     if window is not None:
@@ -249,7 +249,7 @@ def begin_append(
         context_len=length + grows,
         seq_len=cache.seq_len + runs[:, 0, 0],
         metric=cleared(cache.metric),
-        position=cache.position.at[block, length % b].set(position, mode="drop"),
+        position=scattered(cache.position, (block, length % b), position),
         state=jax.tree.map(cleared, cache.state),
     ), ok
 
