@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.cache.store import gathered, move_rows, pool, scattered
+from kvjax import cache as kv
+from kvjax.cache.store import gathered, move_rows, paged, pool, scattered
+from kvjax.cache.store.paged import UNWRITTEN
+from tests.cache.pair import filled
 from tests.kernels.devices import H200, TPU_V5E
 
 N, B = 7, 4
@@ -56,6 +59,21 @@ def test_at_offsets(lies):
     np.testing.assert_array_equal(scattered(jnp.asarray(array), at, values), want)
     want[3, 1] = want[6, 3] = 0
     np.testing.assert_array_equal(scattered(jnp.asarray(array), at, 0), want)
+
+
+def test_rows_that_are_emptied(lies, monkeypatch):
+    """What nobody owns any more says nothing."""
+    monkeypatch.setattr(paged, "lies_turned", pool.lies_turned)
+    pair = filled([5, 6])
+    was, marked = pair.cache, jnp.arange(pair.cache.num_slots) != 1
+    cache, table = kv.release(was, marked), np.asarray(was.block_table)[np.asarray(marked)]
+    freed = np.zeros(was.num_blocks, bool)
+    freed[table[table < was.num_blocks]] = True
+    for name, nothing in (("metric", 0), ("position", UNWRITTEN)):
+        got, before = (np.asarray(getattr(x, name)) for x in (cache, was))
+        np.testing.assert_array_equal(got, np.where(freed[:, None], nothing, before))
+        assert (before != nothing)[freed].any()
+        assert (before != nothing)[~freed].any()
 
 
 @given(st.permutations(range(N * B)), st.integers(0, 6), st.integers(0, 6))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Num
 from kvjax.cache.store.codec import Codec, Plain, Refined, Windowed
 from kvjax.cache.store.fine import FineBlocks
 from kvjax.cache.store.free import FreeBlocks
-from kvjax.cache.store.pool import KVPool, scattered
+from kvjax.cache.store.pool import KVPool, lies_turned, scattered
 from kvjax.cache.store.shard import HeadShard
 from kvjax.cache.store.smooth import KeySmoothing
 from kvjax.cache.store.spec import CacheSpec, Plane
@@ -255,14 +255,15 @@ def claim(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
     return _parted(_cleared(cache, ids), ids, cache.free.without(taken))
 
 
-def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
+def drop_blocks(cache: PagedCache, ids: Int32[Array, "*dims"], alone: bool = False) -> PagedCache:
     """Give blocks back and clear their metadata; ids of N are passed over.
 
     A block that is shared loses an owner for each time that it is named, and goes with the last.
+    `alone`: whether the step does nothing else with these numbers.
     """
     if cache.shared is not None:
         cache, ids = _disowned(cache, ids)
-    return _parted(_cleared(cache, ids), ids, cache.free.with_blocks(ids))
+    return _parted(_cleared(cache, ids, alone), ids, cache.free.with_blocks(ids))
 
 
 def _parted(cache: PagedCache, ids: Int32[Array, "*dims"], free: FreeBlocks) -> PagedCache:
@@ -294,12 +295,19 @@ def _disowned(
     return cache, jnp.where(once, ids, n)
 
 
-def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"]) -> PagedCache:
+def _cleared(cache: PagedCache, ids: Int32[Array, "*dims"], alone: bool = False) -> PagedCache:
+    def cleared(plane: Array, number: int = 0) -> Array:
+        if alone and lies_turned(plane):
+            # For a scatter to whole blocks, and no other, XLA would turn all of it.
+            named = jnp.zeros(cache.num_blocks, bool).at[ids].set(True, mode="drop")
+            return jnp.where(named[:, None], number, plane).astype(plane.dtype)
+        return scattered(plane, (ids,), number)
+
     return dataclasses.replace(
         cache,
-        metric=scattered(cache.metric, (ids,), 0),
-        position=scattered(cache.position, (ids,), UNWRITTEN),
-        state=jax.tree.map(lambda plane: scattered(plane, (ids,), 0), cache.state),
+        metric=cleared(cache.metric),
+        position=cleared(cache.position, UNWRITTEN),
+        state=jax.tree.map(cleared, cache.state),
     )
 
 
@@ -312,7 +320,7 @@ def release(cache: PagedCache, slots: Bool[Array, " S"]) -> PagedCache:
     check_shape("slots", slots, cache.seq_len.shape)
     chosen = slots[:, None, None]
     ids = jnp.where(chosen[..., None], cache.block_table, cache.num_blocks)
-    cache = drop_blocks(cache, ids)
+    cache = drop_blocks(cache, ids, alone=True)
     return dataclasses.replace(
         cache,
         block_table=jnp.where(chosen[..., None], cache.num_blocks, cache.block_table),

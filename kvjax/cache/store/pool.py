@@ -292,10 +292,6 @@ def scattered(
     rows = jnp.asarray(rows, pool.dtype)
     if lies_turned(pool):
         block, *offset = at
-        if not (offset or rows.ndim):
-            # One number for all of a block: XLA turns what whole blocks are scattered to.
-            named = jnp.zeros(pool.shape[0], bool).at[block].set(True, mode="drop")
-            return jnp.where(named[:, None], rows, pool)
         if not offset:
             rows = jnp.moveaxis(jnp.broadcast_to(rows, (*block.shape, pool.shape[1])), -1, 0)
         return pool.T.at[*(offset or [slice(None)]), block].set(rows, mode="drop").T
